@@ -1,0 +1,173 @@
+"""One experiment, start to record: build a model, deliver a checkpoint to it, write down what happened.
+
+    run_experiment(request)     # writes record.json and events.safetensors into request["out"]
+
+Runs in a process of its own (see worker.py). Whatever vLLM raises is part of the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.numpy import save_file
+
+from ..exchange import SCHEMA, write_json
+from .build import CannotBuild, build_model
+from .deliver import Tensors, deliver_round
+from .record import EVENT_KINDS, Recorder, poison
+
+__all__ = ["layout_digests", "run_experiment", "tensor_digests"]
+
+
+def tensor_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Return SHA-256 by parameter name: keys and digests as in vLLM 0.32.0's weight_checksum.py."""
+    return {
+        name: hashlib.sha256(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, p in model.named_parameters()
+        if not p.is_meta
+    }
+
+
+def layout_digests(report: dict[str, Any]) -> dict[str, str]:
+    """Return, by parameter, a digest of which tensor each element came from; it needs no values."""
+    names = report["deliveries"]["name"]
+    out = {}
+    for p in report["parameters"]:
+        spans = [(a, b, what, sorted({names[i] for i in ids})) for a, b, what, ids in p["spans"]]
+        out[p["name"]] = hashlib.sha256(repr(spans).encode()).hexdigest()
+    return out
+
+
+def run_experiment(request: dict[str, Any]) -> None:
+    """Run one request and write its record; never raises for what the model or vLLM does."""
+    out = Path(request["out"])
+    record: dict[str, Any] = dict(
+        schema=SCHEMA, stage="build", error=None, environment=_environment(request), model={}, digests={}, layout={},
+        deliveries={}, calls=[], parameters=[], skipped={}, stale=[], seconds={},
+    )
+    seconds, recorder = record["seconds"], None
+    try:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            with _timed(seconds, "build"):
+                model, config, notes = build_model(request)
+            record["environment"]["notes"] += notes
+            record["environment"]["load_only"] = any(n.startswith("load-only") for n in notes)
+            elements = sum(p.numel() for p in model.parameters())
+            record["model"] = dict(cls=type(model).__name__, module=type(model).__module__, elements=elements,
+                                   parameters=sum(1 for _ in model.parameters()),
+                                   bytes=sum(p.nbytes for p in model.parameters()))
+            for p in model.parameters():
+                poison(p, request["poison"])
+            if request.get("script"):
+                record["printed"] = _by_hand(model, config, request)
+                record["stage"] = "done"
+                write_json(out / "record.json", record)
+                return
+            recorder = Recorder(model, device=request["device"], poison_byte=request["poison"], watch=request["watch"])
+            record["stage"] = "load"
+            # vLLM's loaders run under the default dtype of the model; so does this
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(config.model_config.dtype)
+            with recorder.watching():
+                with _timed(seconds, "load"):
+                    deliver_round(model, config, request)
+                # digests are ours, not the model's: keep them out of the record
+                with torch._C._DisableTorchDispatch(), _timed(seconds, "digest"):
+                    record["digests"]["loaded"] = tensor_digests(model)
+                _reload_rounds(model, config, request, recorder, record)
+            torch.set_default_dtype(before)
+            record["stage"] = "done"
+    except BaseException as e:  # a crash of vLLM's code is a result; so is KeyboardInterrupt inside it
+        record["error"] = _error(e)
+    if recorder is not None:
+        with _timed(seconds, "report"):
+            record.update(recorder.report(), event_kinds=EVENT_KINDS)
+        record["layout"] = layout_digests(record)
+        _thin(record)
+        save_file(recorder.event_columns(), out / "events.safetensors")
+    write_json(out / "record.json", record)
+
+
+def _by_hand(model: Any, config: Any, request: dict) -> str:
+    """Run a reader's own lines with `model` (poisoned, nothing loaded) and `tensors` (by name); return what they print."""
+    text = io.StringIO()
+    names = dict(model=model, config=config, tensors=Tensors(request, request["device"]), torch=torch)
+    with contextlib.redirect_stdout(text):
+        exec(compile(request["script"], "<by hand>", "exec"), names)
+    return text.getvalue()
+
+
+def _reload_rounds(model: Any, config: Any, request: dict, recorder: Recorder, record: dict) -> None:
+    """Process the model as vLLM does after a load, then load the same weights again with vLLM's own layerwise reload."""
+    if request["rounds"] < 2:
+        return
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    device = torch.device(request["device"])
+    record["stage"] = "process"
+    process_weights_after_loading(model, config.model_config, device)
+    for number in range(1, request["rounds"] + 1):
+        if number > 1:
+            record["stage"] = "reload"
+            recorder.round = number - 1
+            with device, _timed(record["seconds"], f"reload {number}"):
+                reload.initialize_layerwise_reload(model)
+                deliver_round(model, config, request)
+                reload.finalize_layerwise_reload(model, config.model_config)
+        recorder.rescan()
+        with torch._C._DisableTorchDispatch():
+            record["digests"][f"round {number}"] = tensor_digests(model)
+
+
+def _thin(record: dict[str, Any]) -> None:
+    """Keep the spans of parameters that are not whole, and of small maps; the counts are always there."""
+    for p in record["parameters"]:
+        if p["written"] + p["padding"] == p["elements"] and len(p["spans"]) > 64:
+            p["spans"] = []
+
+
+def _environment(request: dict[str, Any]) -> dict[str, Any]:
+    import vllm
+
+    device = torch.cuda.get_device_name() if request["device"] == "cuda" else request["device"]
+    return dict(vllm=vllm.__version__, torch=torch.__version__, python=platform.python_version(), device=device,
+                load_only=False, notes=list(request.get("notes", ())))
+
+
+def _error(e: BaseException) -> dict[str, Any]:
+    """Describe an exception with file names relative to the packages they belong to."""
+    roots = sorted({os.path.abspath(p) + os.sep for p in sys.path if p}, key=len, reverse=True)
+
+    def relative(file: str) -> str:
+        for root in roots:
+            if file.startswith(root):
+                return file.removeprefix(root)
+        return os.path.basename(file)
+
+    where = [dict(file=relative(f.filename), line=f.lineno, function=f.name) for f in traceback.extract_tb(e.__traceback__)]
+    text = "".join(traceback.format_exception(e))
+    for root in roots:
+        text = text.replace(root, "")
+    return dict(type=type(e).__name__, message=re.sub(r"0x[0-9a-f]{6,}", "0x…", str(e)), where=where, traceback=text,
+                cannot_build=isinstance(e, CannotBuild))
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - start, 4)

