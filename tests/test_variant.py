@@ -60,6 +60,13 @@ def test_an_unknown_fix_lists_the_known_ones():
     says("installed-pr46168-pr2", "'pr2'", "pr46168")
 
 
+def test_a_hyphen_in_a_fixs_name_is_part_of_it():
+    v = resolve("installed+late-bias-pr49805")
+    assert v.changes == (("+", "late-bias"), ("-", "pr49805")) and v.spec == f"{INSTALLED}+late-bias-pr49805"
+    says("installed+late-biased", "unknown fix 'late'")
+    says("installed+late", "unknown fix 'late'")
+
+
 # --- changed variants
 
 
