@@ -52,9 +52,8 @@ def test_files_hold_the_tensors_of_the_definition(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_value_is_finite_and_no_element_is_all_ones(name, request):
-    tensors = request.getfixturevalue(name.split("-")[0])
-    for tensor_name, tensor in tensors.items():
+def test_every_value_is_finite_and_no_element_is_all_ones(name):
+    for tensor_name, tensor in load_file(build_recipe(name) / "model.safetensors").items():
         assert torch.isfinite(tensor.float()).all(), tensor_name
         assert not (tensor == 0).any(), tensor_name  # a zeroed element can be told from a loaded one
         raw = tensor.contiguous().view(torch.uint8).flatten()
@@ -141,6 +140,42 @@ def test_opt_has_the_sizes_of_the_assertion_in_49805(opt):
     assert "lm_head.weight" not in opt
 
 
+# --- gpt2 and the controls ---
+
+SMALL = {
+    "gpt2": "GPT2LMHeadModel", "opt-tiny": "OPTForCausalLM", "qwen2-tiny": "Qwen2ForCausalLM",
+    "llama-tiny": "LlamaForCausalLM",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_names_shapes_and_order_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(build_recipe(name))
+    assert config.architectures == [SMALL[name]]
+    with torch.device("meta"):
+        model = getattr(transformers, SMALL[name])(config)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    theirs = [(key, tuple(value.shape)) for key, value in model.state_dict().items() if key not in tied]
+    assert theirs == [(spec.name, spec.shape) for spec in RECIPES[name].tensors]
+
+
+def test_gpt2_has_one_tensor_for_q_k_and_v_and_its_weight_comes_first():
+    order = open_checkpoint("recipe:gpt2").state_dict_order
+    at = order.index("transformer.h.0.attn.c_attn.weight")
+    assert order[at + 1] == "transformer.h.0.attn.c_attn.bias"
+    assert {s.name: s.shape for s in RECIPES["gpt2"].tensors}[order[at]] == (256, 768)
+
+
+@pytest.mark.parametrize(("name", "biased"), [
+    ("opt-tiny", {"k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2"}),
+    ("qwen2-tiny", {"q_proj", "k_proj", "v_proj"}), ("llama-tiny", set()),
+])  # fmt: skip
+def test_controls_have_the_biases_that_they_are_controls_for(name, biased):
+    names = [spec.name for spec in RECIPES[name].tensors if spec.name.endswith(".bias") and "norm" not in spec.name]
+    assert {key.split(".")[-2] for key in names} == biased
+
+
 # --- the cache ---
 
 
@@ -162,7 +197,8 @@ def test_a_changed_recipe_gets_a_folder_of_its_own(monkeypatch):
 
 
 def test_unknown_recipe_lists_the_known_ones():
-    with pytest.raises(CannotRun, match="no recipe 'x'; the recipes are glm-dsa-fp8, opt-125m"):
+    known = "glm-dsa-fp8, gpt2, llama-tiny, opt-125m, opt-tiny, qwen2-tiny"
+    with pytest.raises(CannotRun, match=f"no recipe 'x'; the recipes are {known}"):
         build_recipe("x")
 
 
