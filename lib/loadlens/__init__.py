@@ -17,14 +17,15 @@ from .fixes import FIXES, survey
 from .laws import FAIL, LAWS, PASS, UNRESOLVED, Finding, Verdict
 from .matrix import matrix
 from .recipes import RECIPES
-from .run import Run, Workers, by_hand, run
+from .run import Run, Workers, by_hand, generate, run
+from .trace import write_trace
 from .variant import Variant, installed_release, resolve
 
 __all__ = [
     "Checkpoint", "TensorInfo", "open_checkpoint", "RECIPES",  # Checkpoint
     "Delivery",
     "Variant", "resolve", "installed_release", "FIXES", "survey",  # Variant
-    "Run", "Workers", "run", "by_hand", "matrix",  # Run
+    "Run", "Workers", "run", "by_hand", "generate", "matrix", "write_trace",  # Run
     "LAWS", "Verdict", "PASS", "FAIL", "UNRESOLVED",  # Law
     "Finding", "CannotRun", "figures",  # Finding
 ]

@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     _variant(check)
     check.add_argument("--model-class", metavar="C", help="generic, nvidia, amd or module:Class (default: what vLLM resolves here)")
     check.add_argument("--quantization", metavar="Q", help="vLLM's online quantization, as in `vllm serve --quantization`")
+    check.add_argument("--kernel", choices=("marlin",), help="the kernel to load for; marlin's CUDA-only operations are stand-ins elsewhere")
     check.add_argument("--device", default="cpu", choices=("cpu", "meta", "cuda"), help="where the model is built (default: cpu)")
     check.add_argument("--rounds", type=int, default=1, metavar="N", help="deliver N times, the later ones as weight updates (default: 1)")
     check.add_argument("--timeout", type=float, default=300, metavar="S", help="seconds for one load (default: 300)")
@@ -68,7 +69,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.rounds < 1 or args.timeout <= 0:
         raise CannotRun("--rounds and --timeout take numbers above zero")
     result = run(args.checkpoint, delivery=args.delivery, variant=args.variant, model_class=args.model_class,
-                 quantization=args.quantization, device=args.device, rounds=args.rounds, timeout=args.timeout)
+                 quantization=args.quantization, kernel=args.kernel, device=args.device, rounds=args.rounds, timeout=args.timeout)
     if args.json:
         print(json.dumps(result.to_dict()))
     else:

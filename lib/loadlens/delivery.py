@@ -54,7 +54,7 @@ def _per_file(checkpoint: Checkpoint, _: str) -> Calls:
 
 def _shuffled(checkpoint: Checkpoint, seed: str) -> Calls:
     """One call; the order drawn from the seed."""
-    if not seed.isdigit():
+    if not (seed.isascii() and seed.isdigit() and len(seed) < 20):
         raise CannotRun(f"shuffled needs a whole number as its seed, not {seed!r}; write for example shuffled:1")
     names = sorted(checkpoint.names)
     random.Random(int(seed)).shuffle(names)
@@ -101,9 +101,9 @@ class Delivery:
         if isinstance(text, Delivery):
             return text
         head, *options = [part.strip() for part in str(text).split(",")]
-        order, _, argument = head.partition(":")
+        order, colon, argument = head.partition(":")
         takes = order in ("shuffled", "split")
-        if order not in ORDERS or set(options) - {"reused-buffer"} or len(options) > 1 or takes != bool(argument):
+        if order not in ORDERS or options not in ([], ["reused-buffer"]) or not takes == bool(colon) == bool(argument):
             raise CannotRun(f"there is no delivery {text!r}; choose {GRAMMAR}")
         return cls(order, argument, bool(options))
 

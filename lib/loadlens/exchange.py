@@ -11,17 +11,21 @@ record.json
     error         null, or {type, message, where: [{file, line, function}], traceback}; files relative to vllm
     environment   {vllm, torch, python, device, load_only, notes: [...]}
     model         {cls, module, parameters, elements, bytes}
-    deliveries    columns: name, round, outer, call, nbytes, born, died, died_in, alive, fate
-                  fate: written, overwritten, skipped, scalar, held, lost; ticks are counts, -1 means never
+    deliveries    columns: name, round, outer, call, nbytes, elements, born, died, died_in, alive, fate
+                  fate: written, overwritten, skipped, scalar, held, orphaned, lost; ticks are counts, -1 means never
     calls         [{id, parent, round, module, cls, entered, left, tensors, first, last}], a tree of load_weights calls
     parameters    [{name, aliases, shape, dtype, elements, written, constant, padding, unwritten, twice, imprecise,
-                  poisoned, spans: [[first, last, what, [deliveries]]]}]
+                  poisoned, late, spans: [[first, last, what, [deliveries]]]}]
     skipped       {delivery: the vLLM method that said so}
     stale         [{delivery, holds: [deliveries], op, tick, call}]: reads of memory that held something else by then
+    steps         [{tick, delivery, round, layer, cls, what, parameter, load_numel, total, alive, elements?, by?}], the
+                  layerwise machinery; `what` as in inside/layerwise.py
+    warnings      what vLLM warned of, each sentence once
     digests       {"loaded": {parameter: SHA-256}} before processing, keys as in vLLM's weight_checksum.py; and after
                   processing "round 1", "round 2", … when there are rounds; empty on meta
     layout        {parameter: SHA-256 of which tensor each element came from}; exists on meta too
     printed       what a reader's own lines printed (`by_hand`); a record with it has no deliveries
+    answers       [{prompt, tokens, logprobs, prompt_logprobs}], nats, null where not finite (`generate`)
     seconds       {build, load, digest, ...}
 events.safetensors
     one int64 tensor per column of record.EVENT_COLUMNS

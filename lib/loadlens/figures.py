@@ -6,6 +6,9 @@
     figures.coverage(run, …)      which elements of a parameter were written, layer by layer
     figures.load(run)             a whole load: which parameter was written when
     figures.matrix(frame, …)      many runs, one cell each
+    figures.counters(run, …)      load_numel against its total, layer by layer
+    figures.triggers(run)         first element, last element, trigger: a row a layer
+    figures.memory({name: run})   bytes held while they wait for a layer
 
 Every function returns a matplotlib Figure and draws nothing on its own. Blue is written, vermilion is lost or never
 written, purple is stale, grey is merely delivered; each also differs in shape or hatch, so that grey print works.
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .run import Run
 
-__all__ = ["COLOURS", "calls", "coverage", "lifetimes", "load", "matrix", "nouns", "tape"]
+__all__ = ["COLOURS", "calls", "counters", "coverage", "lifetimes", "load", "matrix", "memory", "nouns", "tape", "triggers"]
 
 # Okabe and Ito's colours; in grey they fall from light to dark in this order
 COLOURS = dict(delivered="#b8c0c8", padding="#dfe3e8", trigger="#E69F00", stale="#CC79A7", finalize="#009E73",
@@ -195,7 +198,7 @@ def load(run: Run, *, width: float = 9.2, height: float = 3.4) -> Figure:
     figure, (ax,) = _figure(width, height)
     ax.plot(events.delivery + 1, [order.get(n, -1) for n in events.parameter], "s", ms=3, color=COLOURS["written"])
     fate = run.record["deliveries"]["fate"]
-    lost = [i + 1 for i, f in enumerate(fate) if f in ("lost", "held")]
+    lost = [i + 1 for i, f in enumerate(fate) if f in ("lost", "held", "orphaned")]
     ax.plot(lost, [-3] * len(lost), "X", ms=7, color=COLOURS["lost"], clip_on=False)
     if lost:
         ax.text(len(fate) / 2, -3, f"✕ lost: {len(lost)}", color=COLOURS["lost"], va="center", ha="center", size=9)
@@ -220,4 +223,88 @@ def matrix(frame: pd.DataFrame, *, rows: str, columns: str, width: float = 9.2) 
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+    return figure
+
+
+def counters(run: Run, layers: Iterable[str] | None = None, *, upto: int | None = None, width: float = 9.2) -> Figure:
+    """Draw each layer's counter against its total, a step a tensor; hollow marks were not counted.
+
+    `layers` are names or ends of names; else the first layer of each kind. `upto` stops after that many arrivals.
+    """
+    found = _layers(run, layers)
+    figure, axes = _figure(width, 2.1 * len(found), rows=len(found))
+    for ax, t in zip(axes, found):
+        arrivals = t.arrivals + ([(0, m, t.load_numel, False) for m in t.missed if m not in [a[1] for a in t.arrivals]])
+        shown = arrivals[:upto]
+        x = np.arange(1, len(shown) + 1)
+        y = [a[2] for a in shown]
+        ax.step([0, *x], [0, *y], where="post", color=COLOURS["written"], lw=1.8)
+        for i, (tick, _, n, counted) in enumerate(shown):
+            after = t.trigger is not None and (tick == 0 or tick > t.trigger)
+            ax.plot(i + 1, n, "X" if after else "o", ms=9 if after else 7, mec=COLOURS["lost" if after else "written"],
+                    color=COLOURS["lost"] if after else COLOURS["written"] if counted else "white", zorder=3)
+        ax.axhline(t.total, color=COLOURS["ink"], lw=1, ls="--")
+        ax.text(len(arrivals) + 1.45, t.total, f"total {t.total:,}", va="bottom", ha="right", size=8.5)
+        fired = sum(0 < a[0] < (t.trigger or 0) for a in arrivals)
+        if t.trigger is not None and (upto is None or upto >= fired):
+            late = t.by == "finalize"
+            at = len(arrivals) + 1 if late else fired
+            colour = COLOURS["lost"] if t.state == "early" else COLOURS["trigger"] if late else COLOURS["finalize"]
+            ax.axvline(at, color=colour, lw=6, alpha=0.35)
+            word = {"early": "processed, too early", "late": "processed by finalize, late"}.get(t.state, "processed")
+            ax.text(at - 0.08, t.total * 0.06, word, rotation=90, ha="right", va="bottom", size=8.5, color=COLOURS["ink"])
+        ax.set_title(f"{t.cls}  {t.layer}", fontsize=9.5, loc="left", weight="bold")
+        ax.set(ylim=(0, t.total * 1.22), xlim=(0.4, len(arrivals) + 1.5), ylabel="load_numel")
+        ax.set_xticks(range(1, len(arrivals) + 1), [".".join(a[1].split(".")[-2:]) for a in arrivals], size=8)
+        ax.yaxis.set_major_formatter(lambda v, _: f"{v / 1e6:.1f} M" if t.total > 5e5 else f"{v:,.0f}")
+    return figure
+
+
+def _layers(run: Run, layers: Iterable[str] | None) -> list[Any]:
+    if layers is None:
+        kinds: dict[str, Any] = {}
+        for t in run.timing:
+            kinds.setdefault(t.layer.rpartition(".")[2], t)
+        return list(kinds.values())
+    return [t for name in layers for t in run.timing if t.layer.endswith(name)]
+
+
+def triggers(run: Run, *, width: float = 9.2) -> Figure:
+    """Draw a row a layer: a bar from its first to its last element, and where it was processed."""
+    born = np.array(run.record["deliveries"]["born"])
+    found = run.timing
+    figure, (ax,) = _figure(width, min(1.2 + 0.14 * len(found), 8))
+    at = lambda tick: int(np.searchsorted(born, tick, "right"))  # noqa: E731
+    end = len(born)
+    marks = dict(early=("X", COLOURS["lost"]), late=("D", COLOURS["trigger"]), never=("_", COLOURS["lost"]))
+    for y, t in enumerate(found):
+        ax.plot([at(t.first), at(t.last)], [y, y], color=COLOURS["written"], lw=2.4 if len(found) < 100 else 1, solid_capstyle="butt")
+        marker, colour = marks.get(t.state, ("o", COLOURS["finalize"]))
+        x = end + end * 0.03 if t.by == "finalize" or t.trigger is None else at(t.trigger)
+        ax.plot(x, y, marker, ms=5 if len(found) < 100 else 2, color=colour, mew=0, zorder=3)
+    if any(t.by == "finalize" for t in found):
+        ax.axvline(end + end * 0.015, color=COLOURS["ink"], lw=0.8, ls=":")
+        ax.text(end + end * 0.03, -1.2, "finalize", ha="center", va="bottom", size=8.5)
+    from matplotlib.lines import Line2D
+
+    seen = dict.fromkeys(t.state for t in found)
+    handles = [Line2D([], [], color=COLOURS["written"], lw=2.4, label="first to last element")]
+    handles += [Line2D([], [], ls="", marker=marks.get(s, ("o", 0))[0], color=marks.get(s, ("", COLOURS["finalize"]))[1], label=f"processed {s}") for s in seen]
+    ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False, fontsize=9)
+    ax.set(xlabel="delivered tensor, in order", ylabel="layer, in order", ylim=(len(found), -1.5), xlim=(0, end * 1.06))
+    return figure
+
+
+def memory(runs: dict[str, Run], *, width: float = 9.2, height: float = 2.8) -> Figure:
+    """Draw, for each run, the bytes of earlier deliveries held at each delivery while they wait for their layer."""
+    figure, (ax,) = _figure(width, height)
+    styles = [(COLOURS["trigger"], "-"), (COLOURS["written"], "-"), (COLOURS["finalize"], "--"), (COLOURS["stale"], ":")]
+    for (name, run), (colour, style) in zip(runs.items(), styles):
+        held = np.array(run.held) / 1e6
+        peak = run.held_peak()
+        ax.plot(np.arange(1, len(held) + 1), held, color=colour, ls=style, lw=2, label=f"{name}: {peak['peak'] / 1e6:,.1f} MB, {peak['peak'] / peak['of']:.1%}")
+    ax.axhline(peak["of"] / 1e6, color=COLOURS["ink"], lw=0.8, ls="--")
+    ax.text(1, peak["of"] / 1e6, "all that goes to these layers", va="bottom", size=8.5)
+    ax.legend(frameon=False, fontsize=9, loc="center left")
+    ax.set(xlabel="delivered tensor, in order", ylabel="MB held", ylim=(-3, peak["of"] / 1e6 * 1.15))
     return figure

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .patterns import collapse
+from .timing import LayerTiming, timing
 
 __all__ = ["FAIL", "LAWS", "PASS", "UNRESOLVED", "Finding", "Verdict", "judge"]
 
@@ -60,22 +61,20 @@ class Verdict:
 def judge(record: dict[str, Any] | None, reference: dict[str, Any] | None, failure: str | None = None) -> dict[str, Verdict]:
     """Judge all five laws; `reference` is the record of one sorted load by the same vLLM, `failure` why there is no record."""
     if record is None or record["error"] and record["stage"] == "build":
-        why = failure or f"the model could not be built: {record['error']['message']}"
+        why = failure or f"the model could not be built: {_said(record['error'])}"
         return {law: Verdict(law, UNRESOLVED, why) for law in LAWS}
     if record["error"]:
         return _judge_raised(record, reference)
-    return {v.law: v for v in (_l1(record, reference), _l2(record), _l3(record), _l4(record), _l5(record))}
+    return {v.law: v for v in (_l1(record, reference), _l2(record), _l3(record), _l4(record, reference), _l5(record))}
 
 
 def _judge_raised(record: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, Verdict]:
     """An exception out of the load: a refusal out loud, and a broken L1 when one sorted load does not raise."""
-    error = record["error"]
-    at = next((w for w in reversed(error["where"]) if w["file"].startswith("vllm")), None)
-    place = f" at {at['file']}:{at['line']} in {at['function']}" if at else ""
-    said = f"{error['type']}{place}" + (f": {error['message'].splitlines()[0]}" if error["message"] else "")
+    said = _said(record["error"])
     out = {law: Verdict(law, UNRESOLVED, f"the load did not finish: {said}") for law in LAWS}
+    if record["stage"] in ("load", "reload") and record.get("steps"):
+        out["L4"] = _l4(record, reference)
     if record["stage"] == "reload":
-        out = {v.law: v for v in (_l4(record),)} | out
         out["L5"] = Verdict("L5", FAIL, f"the second round raised {said}", (Finding("L5", None, None, 0, 0, "reload", said),))
     elif reference is None or reference["error"]:
         out["L1"] = Verdict("L1", UNRESOLVED, f"one sorted load raises too: {said}")
@@ -84,6 +83,13 @@ def _judge_raised(record: dict[str, Any], reference: dict[str, Any] | None) -> d
         finding = Finding("L1", delivered[-1], None, 0, 0, f"delivery {len(delivered)}", said)
         out["L1"] = Verdict("L1", FAIL, f"raised {said}, where one sorted load does not", (finding,))
     return out
+
+
+def _said(error: dict[str, Any]) -> str:
+    """Name an exception, the place in vLLM that raised it and the first line of its message."""
+    at = next((w for w in reversed(error["where"]) if w["file"].startswith("vllm")), None)
+    place = f" at {at['file']}:{at['line']} in {at['function']}" if at else ""
+    return f"{error['type']}{place}" + (f": {error['message'].splitlines()[0]}" if error["message"].strip() else "")
 
 
 def _l1(record: dict[str, Any], reference: dict[str, Any] | None) -> Verdict:
@@ -95,8 +101,8 @@ def _l1(record: dict[str, Any], reference: dict[str, Any] | None) -> Verdict:
     moved = [n for n in here if here[n] != there.get(n)] + [n for n in there if n not in here]
     digests, expected = record["digests"].get("loaded", {}), reference["digests"].get("loaded", {})
     # memory that neither load wrote differs by chance, not by delivery: that is L2's finding
-    wrong = [n for n in expected if digests.get(n) != expected[n] and not (here.get(n) == there.get(n) and
-             by_name.get(n, {}).get("unwritten"))] if digests else moved
+    by_chance = {n for n in here if here[n] == there.get(n) and by_name.get(n, {}).get("unwritten")}
+    wrong = [n for n in expected if digests.get(n) != expected[n] and n not in by_chance] if digests else moved
     stale = {s["delivery"] for s in record["stale"]}
     names = record["deliveries"]["name"]
     findings = []
@@ -112,19 +118,21 @@ def _l1(record: dict[str, Any], reference: dict[str, Any] | None) -> Verdict:
         return Verdict("L1", FAIL, f"{len(wrong):,} of {len(there):,} parameters differ from one sorted load: {_some(wrong)}", tuple(findings))
     if not digests:
         return Verdict("L1", UNRESOLVED, "every element comes from the same tensor as in one sorted load; meta has no values to compare")
-    return Verdict("L1", PASS, f"the same values as one sorted load, in all {len(digests):,} parameters")
+    aside = f"; {len(by_chance):,} more hold memory that neither load wrote" if by_chance else ""
+    return Verdict("L1", PASS, f"the same values as one sorted load, in all {len(digests) - len(by_chance):,} parameters{aside}")
 
 
 def _l2(record: dict[str, Any]) -> Verdict:
     findings, unsure = [], []
     total = sum(p["elements"] for p in record["parameters"])
     for p in record["parameters"]:
-        unwritten = p["unwritten"] if p["poisoned"] is None else min(p["unwritten"], p["poisoned"])
+        # what nobody wrote must also be poison; where the record is imprecise, only the poison says so
+        unwritten = min(p["unwritten"], p["poisoned"]) if p["poisoned"] is not None else 0 if p["imprecise"] else p["unwritten"]
         if p["imprecise"] or p["poisoned"] is not None and p["poisoned"] != p["unwritten"]:
             unsure.append(p["name"])
-        for count, why in ((unwritten, "never written"), (p["constant"], "filled with a constant, not from the checkpoint")):
+        for count, why in ((unwritten, "never written"), (0 if p.get("late") else p["constant"], "filled with a constant, not from the checkpoint")):
             if count:
-                first = next((s for s in p["spans"] if s[2] == ("constant" if count is p["constant"] else "unwritten")), None)
+                first = next((s for s in p["spans"] if s[2] == ("unwritten" if why == "never written" else "constant")), None)
                 where = f"from element {first[0]:,}" if first else "in several places"
                 findings.append(Finding("L2", None, p["name"], count, p["elements"], where, why))
     if findings:
@@ -142,7 +150,7 @@ def _l3(record: dict[str, Any]) -> Verdict:
     d = record["deliveries"]
     findings = []
     for i, fate in enumerate(d["fate"]):
-        if fate in ("lost", "held"):
+        if fate in ("lost", "held", "orphaned"):
             findings.append(Finding("L3", d["name"][i], None, d["nbytes"][i], d["nbytes"][i], _when(record, i), _why_lost(record, i)))
     skipped = sum(f == "skipped" for f in d["fate"])
     if findings:
@@ -167,6 +175,8 @@ def _call_name(record: dict[str, Any], call: int) -> str:
 
 def _why_lost(record: dict[str, Any], i: int) -> str:
     d = record["deliveries"]
+    if d["fate"][i] == "orphaned":
+        return "written to a parameter that processing had replaced by another"
     if d["died"][i] < 0 or d["fate"][i] == "held":
         return "still held at the end of the load, and never used"
     tick = d["died"][i]
@@ -177,8 +187,35 @@ def _why_lost(record: dict[str, Any], i: int) -> str:
     return "dropped without being written"
 
 
-def _l4(record: dict[str, Any]) -> Verdict:
-    return Verdict("L4", UNRESOLVED, "no layer is processed while loading here: there is no online quantization")
+def _l4(record: dict[str, Any], reference: dict[str, Any] | None = None) -> Verdict:
+    layers = timing(record, reference)
+    if not layers:
+        return Verdict("L4", UNRESOLVED, "no layer is processed while loading here: there is no online quantization")
+    wrong = [t for t in layers if t.state != "on time"]
+    findings = tuple(Finding("L4", t.missed[0] if t.missed else None, t.layer, t.missing, t.total, _when_processed(t), _why_wrong(t))
+                     for t in wrong)
+    if wrong:
+        kinds = {state: [t.layer for t in wrong if t.state == state] for state in ("early", "late", "never", "repeated")}
+        said = "; ".join(f"{len(names):,} {state}: {_some(names)}" for state, names in kinds.items() if names)
+        return Verdict("L4", FAIL, f"of {len(layers):,} layers that process while loading, {said}", findings)
+    if record["error"]:
+        return Verdict("L4", UNRESOLVED, "the load did not finish; the layers processed so far were on time")
+    return Verdict("L4", PASS, f"all {len(layers):,} layers were processed once, with their last element")
+
+
+def _when_processed(t: LayerTiming) -> str:
+    if t.trigger is None:
+        return f"never, at {t.load_numel:,} of {t.total:,}"
+    return f"processed {'at ' + t.at if t.at else 'by finalize'}, at {t.load_numel:,} of {t.total:,}"
+
+
+def _why_wrong(t: LayerTiming) -> str:
+    return {
+        "early": f"{t.missing:,} elements came after it was processed",
+        "late": f"{t.missing:,} elements were never counted, so the counter could not reach its total",
+        "never": "it was still waiting when the load ended",
+        "repeated": "it was processed more than once",
+    }[t.state]
 
 
 def _l5(record: dict[str, Any]) -> Verdict:

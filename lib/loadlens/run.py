@@ -38,12 +38,13 @@ from .delivery import Delivery
 from .errors import CannotRun
 from .exchange import SCHEMA, read_record
 from .laws import FAIL, PASS, UNRESOLVED, Finding, Verdict, judge
+from .timing import LayerTiming, held, timing
 from .variant import Variant, resolve
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Run", "Workers", "by_hand", "default_workers", "run"]
+__all__ = ["Run", "Workers", "by_hand", "default_workers", "generate", "run"]
 
 POISON, OTHER_POISON = 0xFF, 0x7B  # NaN in every float format; and another, so that two loads can't agree by luck
 TIMEOUT = 300.0  # seconds for one experiment
@@ -152,15 +153,35 @@ class Run:
         return dict(
             schema=SCHEMA, checkpoint=self.checkpoint.source, identity=self.checkpoint.identity(),
             delivery=str(self.delivery), variant=str(self.variant),
-            model_class=self.request["model_class"], quantization=self.request["quantization"],
+            model_class=self.request["model_class"], quantization=self.request["quantization"], kernel=self.request["kernel"],
             device=self.request["device"], rounds=self.request["rounds"], outcome=self.outcome,
             laws={law: dict(outcome=v.outcome, sentence=v.sentence) for law, v in self.laws.items()},
-            lost=self.lost, uncovered=self.uncovered, calls=record.get("calls", []), triggers=[],
+            lost=self.lost, uncovered=self.uncovered, calls=record.get("calls", []), triggers=self._triggers(),
             tensors=len(record.get("deliveries", {}).get("name", ())), stale_reads=len(record.get("stale", ())),
-            peak_bytes=record.get("peak_bytes"), total_bytes=record.get("total_bytes"),
+            peak_bytes=record.get("peak_bytes"), total_bytes=record.get("total_bytes"), held=self.held_peak() if record.get("deliveries") else None,
             error=self.error and {k: self.error[k] for k in ("type", "message", "where")},
             environment=record.get("environment"), seconds=round(self.seconds, 3),
         )
+
+    @functools.cached_property
+    def timing(self) -> list[LayerTiming]:
+        """When each layer that processes while loading did so, and what it missed."""
+        return timing(self.record, self.reference.record if self.reference else None) if self.record else []
+
+    @functools.cached_property
+    def held(self) -> list[int]:
+        """For each delivery, the bytes of earlier deliveries that wait for a layer; see `timing.held`."""
+        return held(self.record, self.timing) if self.record and self.record["deliveries"] else []
+
+    def held_peak(self) -> dict[str, int]:
+        """Return {peak, of}: the most that was held, and what all tensors weigh that wait for a layer, in bytes."""
+        waiting = {tensor for t in self.timing for _, tensor, _, _ in t.arrivals}
+        d = self.record["deliveries"]
+        return dict(peak=max(self.held, default=0), of=sum(n for name, n in zip(d["name"], d["nbytes"]) if not waiting or name in waiting))
+
+    def _triggers(self) -> list[dict[str, Any]]:
+        return [dict(layer=t.layer, cls=t.cls, round=t.round, state=t.state, at=t.at, by=t.by, load_numel=t.load_numel, total=t.total,
+                     missed=t.missed, missing=t.missing) for t in self.timing]
 
     def __repr__(self) -> str:
         return show.text(self)
@@ -213,15 +234,18 @@ class _Worker:
                 if "ended" in answer:
                     return _why_ended(answer["ended"])
         except (_Ended, BrokenPipeError, KeyboardInterrupt) as e:
-            if isinstance(e, _Ended) and e.timed_out and child and self.alive():
+            late = isinstance(e, _Ended) and e.timed_out
+            if late and child and self.alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)
                 with contextlib.suppress(_Ended):
                     self._answer(10, "")  # the worker reaps it and is ready again
-                return f"it did not end within {timeout:g} s and was stopped; give it a larger --timeout, or look at where it hangs"
-            self.close()
+            else:
+                self.close()
             if isinstance(e, KeyboardInterrupt):
                 raise
+            if late:
+                return f"it did not end within {timeout:g} s and was stopped; give it a larger --timeout, or look at where it hangs"
             return f"its process ended: {e}"
 
     def _answer(self, timeout: float, doing: str) -> dict[str, Any]:
@@ -319,8 +343,8 @@ def default_workers() -> Workers:
 
 
 def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sorted", variant: str | Variant | None = None,
-        model_class: str | None = None, quantization: str | None = None, device: str = "cpu", rounds: int = 1,
-        timeout: float = TIMEOUT, compare: bool = True, watch: bool = True, warm: bool = True,
+        model_class: str | None = None, quantization: str | None = None, kernel: str | None = None, device: str = "cpu",
+        rounds: int = 1, timeout: float = TIMEOUT, compare: bool = True, watch: bool = True, warm: bool = True,
         workers: Workers | None = None) -> Run:
     """Deliver a checkpoint to a vLLM and return what happened.
 
@@ -332,6 +356,8 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
     ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     how = Delivery.parse(delivery)
     which = variant if isinstance(variant, Variant) else resolve(variant)
+    if kernel not in (None, "marlin"):
+        raise CannotRun(f"there is no kernel {kernel!r}; choose marlin, or leave it to vLLM")
     if device not in ("cpu", "meta", "cuda"):
         raise CannotRun(f"there is no device {device!r}; choose cpu, meta or cuda")
     if how.order == "runai" and device == "meta":
@@ -339,11 +365,12 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
     if how.order == "runai" and importlib.util.find_spec("runai_model_streamer") is None:
         raise CannotRun("the delivery runai needs the package runai-model-streamer; `make env` installs it")
     pool = workers or default_workers()
-    request = _request(ck, which, model_class=model_class, quantization=quantization, device=device, rounds=rounds, watch=watch)
+    request = _request(ck, which, model_class=model_class, quantization=quantization, kernel=kernel, device=device,
+                       rounds=rounds, watch=watch)
     worker = pool.get(which) if warm else None
     reference = None
     if compare:
-        key = (ck.identity(), str(ck.path), model_class, quantization, device)
+        key = (ck.identity(), str(ck.path), model_class, quantization, kernel, device)
         known = worker.references if worker else {}
         if key not in known:
             known[key] = _experiment(pool, worker, ck, Delivery("sorted"), which, request | dict(rounds=1, poison=OTHER_POISON), timeout)
@@ -352,7 +379,8 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
 
 
 def by_hand(checkpoint: str | Path | Checkpoint, lines: str, *, variant: str | Variant | None = None, model_class: str | None = None,
-            quantization: str | None = None, timeout: float = TIMEOUT, workers: Workers | None = None) -> None:
+            quantization: str | None = None, kernel: str | None = None, timeout: float = TIMEOUT,
+            workers: Workers | None = None) -> None:
     """Run your own lines inside vLLM, on a model that is built and poisoned but not loaded, and print what they print.
 
     The lines see `model`, `tensors` (the checkpoint's, by name), `config` and `torch`. An exception in them is printed.
@@ -360,18 +388,42 @@ def by_hand(checkpoint: str | Path | Checkpoint, lines: str, *, variant: str | V
     ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     which = variant if isinstance(variant, Variant) else resolve(variant)
     pool = workers or default_workers()
-    request = _request(ck, which, model_class=model_class, quantization=quantization) | dict(poison=POISON, script=lines)
+    request = _request(ck, which, model_class=model_class, quantization=quantization, kernel=kernel) | dict(poison=POISON, script=lines)
     done = _experiment(pool, pool.get(which), ck, Delivery("sorted"), which, request, timeout)
     if done.record is None:
         raise CannotRun(f"the lines could not be run: {done.failure}")
     print(done.record.get("printed", done.error and done.error["traceback"]), end="")
 
 
-def _request(ck: Checkpoint, variant: Variant, *, model_class: str | None, quantization: str | None, device: str = "cpu",
-             rounds: int = 1, watch: bool = True) -> dict[str, Any]:
+def generate(checkpoint: str | Path | Checkpoint, prompts: list[list[int]], *, delivery: str | Delivery = "sorted",
+             variant: str | Variant | None = None, quantization: str | None = None, kernel: str | None = None, max_tokens: int = 16,
+             timeout: float = TIMEOUT, workers: Workers | None = None) -> pd.DataFrame:
+    """Load by a delivery in vLLM's own engine, and answer prompts (token ids) greedily.
+
+    Returns a row a prompt: prompt, tokens, logprobs and prompt_logprobs (nats; None where not finite). Raises CannotRun when
+    the load raises or the engine can't run here.
+    """
+    import pandas as pd
+
+    ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    how, which = Delivery.parse(delivery), variant if isinstance(variant, Variant) else resolve(variant)
+    if how.order == "runai":
+        raise CannotRun("the delivery runai can be checked, and not generated from yet; use file, the order it streams in")
+    pool = workers or default_workers()
+    request = _request(ck, which, model_class=None, quantization=quantization, kernel=kernel)
+    request |= dict(poison=POISON, prompts=prompts, max_tokens=max_tokens, max_model_len=max(map(len, prompts)) + max_tokens + 1)
+    done = _experiment(pool, pool.get(which), ck, how, which, request, timeout)
+    if done.record is None or done.error:
+        why = done.failure or f"{done.error['type']}: {done.error['message'] or done.error['traceback'].strip().splitlines()[-1]}"
+        raise CannotRun(f"{ck.source} could not answer on vLLM {which}: {why}")
+    return pd.DataFrame(done.record["answers"])
+
+
+def _request(ck: Checkpoint, variant: Variant, *, model_class: str | None, quantization: str | None, kernel: str | None = None,
+             device: str = "cpu", rounds: int = 1, watch: bool = True) -> dict[str, Any]:
     return dict(
         schema=SCHEMA, source=ck.source, checkpoint=str(ck.path), architecture=ck.architecture, model_class=model_class,
-        quantization=quantization, device=device, rounds=rounds, watch=watch, notes=list(variant.notes), compiled=variant.compiled,
+        quantization=quantization, kernel=kernel, device=device, rounds=rounds, watch=watch, notes=list(variant.notes), compiled=variant.compiled,
         largest=max((t.nbytes for t in ck.tensors), default=0),
         tensors={t.name: [t.dtype, list(t.shape), t.file] for t in ck.tensors},
     )

@@ -30,7 +30,7 @@ def title(run: Run) -> str:
     """Name a run in one line, without its outcome."""
     r = run.request
     parts = [run.checkpoint.source, str(run.delivery), f"vLLM {run.variant}"]
-    parts += [r["model_class"] or "", r["quantization"] or "", r["device"], f"{r['rounds']} rounds" if r["rounds"] > 1 else ""]
+    parts += [r["model_class"] or "", r["quantization"] or "", r.get("kernel") or "", r["device"], f"{r['rounds']} rounds" if r["rounds"] > 1 else ""]
     return " · ".join(p for p in parts if p)
 
 
@@ -71,6 +71,19 @@ def _lists(run: Run) -> list[tuple[str, list[str]]]:
     if changed:
         lines = [f"{name}{_times(n)}: {why}" for why, names in changed.items() for name, n in collapse(names)]
         out.append(("parameters that a second round changed", lines))
+    groups4: dict[tuple, list[str]] = {}
+    for f, t in zip(run.laws["L4"].findings, [t for t in run.timing if t.state != "on time"]):
+        groups4.setdefault((t.state, f.elements, f.of, f.why), []).append(f.parameter)
+    if groups4:
+        lines = [f"{name}{_times(n)}: {state}, {why}" for (state, _, _, why), names in groups4.items() for name, n in collapse(names)]
+        out.append(("layers not processed on time", lines))
+    if run.error:
+        out.append(("raised", [f"{w['file']}:{w['line']} in {w['function']}" for w in run.error["where"][-3:]] + [run.error["type"]]))
+    if run.timing and not run.error:
+        held = run.held_peak()
+        out.append(("tensors held beyond their own delivery", [
+            f"{held['peak'] / 1e6:,.1f} MB at the peak, of {held['of'] / 1e6:,.1f} MB that go to layers processed while loading "
+            f"({held['peak'] / max(held['of'], 1):.1%})"]))
     if run.record and run.record.get("stale"):
         d = run.record["deliveries"]["name"]
         names = dict.fromkeys(d[s["delivery"]] for s in run.record["stale"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import logging
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ from safetensors.numpy import save_file
 from ..exchange import SCHEMA, write_json
 from .build import CannotBuild, build_model
 from .deliver import Tensors, deliver_round
+from .layerwise import Layerwise
 from .record import EVENT_KINDS, Recorder, poison
 
 __all__ = ["layout_digests", "run_experiment", "tensor_digests"]
@@ -55,12 +57,22 @@ def run_experiment(request: dict[str, Any]) -> None:
     out = Path(request["out"])
     record: dict[str, Any] = dict(
         schema=SCHEMA, stage="build", error=None, environment=_environment(request), model={}, digests={}, layout={},
-        deliveries={}, calls=[], parameters=[], skipped={}, stale=[], seconds={},
+        deliveries={}, calls=[], parameters=[], skipped={}, stale=[], steps=[], warnings=[], seconds={},
     )
     seconds, recorder = record["seconds"], None
     try:
         torch.manual_seed(0)
         with torch.no_grad():
+            if request.get("prompts"):
+                from .generate import generate
+
+                record["stage"] = "load"
+                with _timed(seconds, "generate"):
+                    record["answers"] = generate(request)
+                record["stage"] = "done"
+                write_json(out / "record.json", record)
+                return
+            layerwise = Layerwise()  # loaders are wrapped while the model is built
             with _timed(seconds, "build"):
                 model, config, notes = build_model(request)
             record["environment"]["notes"] += notes
@@ -71,24 +83,27 @@ def run_experiment(request: dict[str, Any]) -> None:
                                    bytes=sum(p.nbytes for p in model.parameters()))
             for p in model.parameters():
                 poison(p, request["poison"])
+            # vLLM's loaders run under the default dtype of the model; so does this
+            torch.set_default_dtype(config.model_config.dtype)
             if request.get("script"):
                 record["printed"] = _by_hand(model, config, request)
                 record["stage"] = "done"
                 write_json(out / "record.json", record)
                 return
-            recorder = Recorder(model, device=request["device"], poison_byte=request["poison"], watch=request["watch"])
+            recorder = Recorder(model, device=request["device"], poison_byte=request["poison"], watch=request["watch"],
+                                layerwise=layerwise)
             record["stage"] = "load"
-            # vLLM's loaders run under the default dtype of the model; so does this
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(config.model_config.dtype)
+            logging.getLogger("vllm").addHandler(_Warnings(record["warnings"]))  # building configures vLLM's logging anew
             with recorder.watching():
                 with _timed(seconds, "load"):
                     deliver_round(model, config, request)
+                if layerwise.layers:
+                    record["stage"] = "process"
+                    _process(model, config, request, layerwise)
                 # digests are ours, not the model's: keep them out of the record
                 with torch._C._DisableTorchDispatch(), _timed(seconds, "digest"):
                     record["digests"]["loaded"] = tensor_digests(model)
                 _reload_rounds(model, config, request, recorder, record)
-            torch.set_default_dtype(before)
             record["stage"] = "done"
     except BaseException as e:  # a crash of vLLM's code is a result; so is KeyboardInterrupt inside it
         record["error"] = _error(e)
@@ -110,27 +125,48 @@ def _by_hand(model: Any, config: Any, request: dict) -> str:
     return text.getvalue()
 
 
+def _process(model: Any, config: Any, request: dict, layerwise: Layerwise) -> None:
+    """Do what vLLM's loaders do after `load_weights`: finalize layers that still wait, then process the model."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    if layerwise.layers:
+        layerwise.module.finalize_layerwise_processing(model, config.model_config)
+    process_weights_after_loading(model, config.model_config, torch.device(request["device"]))
+
+
 def _reload_rounds(model: Any, config: Any, request: dict, recorder: Recorder, record: dict) -> None:
-    """Process the model as vLLM does after a load, then load the same weights again with vLLM's own layerwise reload."""
+    """Load the same weights again with vLLM's own layerwise reload, as a weight update does."""
     if request["rounds"] < 2:
         return
     from vllm.model_executor.model_loader import reload
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    device = torch.device(request["device"])
-    record["stage"] = "process"
-    process_weights_after_loading(model, config.model_config, device)
+    if not recorder.layerwise.layers:
+        record["stage"] = "process"
+        _process(model, config, request, recorder.layerwise)
     for number in range(1, request["rounds"] + 1):
         if number > 1:
             record["stage"] = "reload"
             recorder.round = number - 1
-            with device, _timed(record["seconds"], f"reload {number}"):
+            with torch.device(request["device"]), _timed(record["seconds"], f"reload {number}"):
                 reload.initialize_layerwise_reload(model)
                 deliver_round(model, config, request)
                 reload.finalize_layerwise_reload(model, config.model_config)
         recorder.rescan()
         with torch._C._DisableTorchDispatch():
             record["digests"][f"round {number}"] = tensor_digests(model)
+
+
+class _Warnings(logging.Handler):
+    """Keep what vLLM warned of while loading, each sentence once."""
+
+    def __init__(self, into: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.into = into
+
+    def emit(self, message: logging.LogRecord) -> None:
+        text = message.getMessage()
+        if text not in self.into and len(self.into) < 50:
+            self.into.append(text)
 
 
 def _thin(record: dict[str, Any]) -> None:

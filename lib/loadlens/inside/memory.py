@@ -142,23 +142,32 @@ class Memory:
         return found
 
     def spans(self, t: torch.Tensor) -> list[tuple[int, int, int]]:
-        """Return (first byte, past the last byte, node) over `t`'s range, counted from its own start."""
+        """Return (first byte, past the last byte, node) over all of `t`'s range, counted from its own start.
+
+        Bytes of which nothing is known were made by the code, not delivered: they hold a constant.
+        """
         s = _storage_id(t)
         start, end = byte_range(t)
+        if start == end:
+            return []
         pieces = self.pieces.get(s)
         if pieces is None:
-            node = self.whole.get(s)
-            return [] if node is None or start == end else [(0, end - start, node)]
+            return [(0, end - start, self.whole.get(s, CONSTANT))]
         out: list[tuple[int, int, int]] = []
+        at = start
         for i in range(self._first(pieces, start), len(pieces)):
             a, b, node = pieces[i]
             if a >= end:
                 break
-            a, b = max(a, start) - start, min(b, end) - start
-            if out and out[-1][1] == a and out[-1][2] == node:
-                out[-1] = (out[-1][0], b, node)
-            elif a < b:
-                out.append((a, b, node))
+            if a > at:
+                out.append((at - start, a - start, CONSTANT))
+            a, at = max(a, start), min(b, end)
+            if out and out[-1][2] == node:
+                out[-1] = (out[-1][0], at - start, node)
+            else:
+                out.append((a - start, at - start, node))
+        if at < end:
+            out.append((at - start, end - start, CONSTANT))
         return out
 
     def content(self, t: torch.Tensor) -> list[tuple[int, int, frozenset[int]]]:

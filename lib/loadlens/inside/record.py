@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,12 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .memory import CONSTANT, Memory, byte_range
 
+if TYPE_CHECKING:
+    from .layerwise import Layerwise
+
 __all__ = ["EVENT_COLUMNS", "EVENT_KINDS", "Recorder", "padding_rows", "poison"]
 
 # one row per write into a parameter or buffer; times in ns, everything else counts or indices
 EVENT_COLUMNS = ("tick", "ns", "call", "delivery", "source", "parameter", "offset", "elements", "kind", "stale")
-EVENT_KINDS = ("copy", "constant", "in place", "partial", "placeholder", "replaced", "strided copy")
-K_COPY, K_CONSTANT, K_INPLACE, K_PARTIAL, K_PLACEHOLDER, K_REPLACED, K_STRIDED = range(7)
+EVENT_KINDS = ("copy", "constant", "in place", "partial", "placeholder", "replaced", "strided copy", "orphan")
+K_COPY, K_CONSTANT, K_INPLACE, K_PARTIAL, K_PLACEHOLDER, K_REPLACED, K_STRIDED, K_ORPHAN = range(8)
 WIDTH = len(EVENT_COLUMNS)
 
 VIEW, WRITE, PURE, EMPTY = range(4)
@@ -42,7 +46,8 @@ COPY = torch.ops.aten.copy_.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 CAT = torch.ops.aten.cat.default
 # overwrite their first argument without reading it; every other in-place operation reads it too
-OVERWRITES = ("copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "set_")
+OVERWRITES = ("copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "set_",
+              "static_scaled_fp8_quant", "dynamic_scaled_fp8_quant", "dynamic_per_token_scaled_fp8_quant")
 # write an extent that depends on values, which the dispatcher does not show
 PARTIAL = ("index_put", "index_copy", "index_fill", "index_add", "scatter", "masked", "put_")
 # keep each element's place
@@ -79,7 +84,7 @@ class _Tap:
 class _Slot:
     """A parameter or buffer that stood under a name at some time: one name, one storage, one byte range."""
 
-    __slots__ = ("index", "name", "storage", "start", "end", "itemsize", "numel", "device", "aliases")
+    __slots__ = ("index", "name", "storage", "start", "end", "itemsize", "numel", "device", "aliases", "late")
 
 
 class _Op:
@@ -97,7 +102,7 @@ class _Op:
         self.elementwise = name.rstrip("_") in ELEMENTWISE or torch.Tag.pointwise in func.tags
         if self.written:
             self.kind = WRITE
-        elif any(r.alias_info is not None for r in schema.returns):
+        elif name == "_unsafe_view" or any(r.alias_info is not None for r in schema.returns):
             self.kind = VIEW
         else:
             self.kind = EMPTY if "empty" in name else PURE
@@ -121,7 +126,7 @@ class _Watch(TorchDispatchMode):
                 for t in (out,) if isinstance(out, torch.Tensor) else out:
                     t._lease = lease
             return out
-        if func is COPY:
+        if func is COPY and isinstance(args[1], torch.Tensor):
             node = self._read(args[1], func)
             out = func(*args, **kwargs) if kwargs else func(*args)
             self.recorder._write(args[0], node, K_COPY, args[1])
@@ -232,7 +237,8 @@ def padding_rows(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
 class Recorder:
     """Record one model's loading; use `watching()` around it, `deliver()` for its weights, `report()` at the end."""
 
-    def __init__(self, model: torch.nn.Module, *, device: str, poison_byte: int = 0xFF, watch: bool = True) -> None:
+    def __init__(self, model: torch.nn.Module, *, device: str, poison_byte: int = 0xFF, watch: bool = True,
+                 layerwise: Layerwise | None = None) -> None:
         self.model, self.device, self.byte, self.watch = model, device, poison_byte, watch
         self.memory = Memory()
         self.ops: dict[Any, _Op] = {}
@@ -242,6 +248,7 @@ class Recorder:
         # deliveries, one list per column
         self.names: list[str] = []
         self.nbytes: list[int] = []
+        self.numel: list[int] = []
         self.rounds: list[int] = []
         self.outer: list[int] = []
         self.inner: list[int] = []
@@ -251,6 +258,7 @@ class Recorder:
         self.alive: list[int] = []  # bytes of delivered tensors alive right after each delivery
         self.skipped: dict[int, str] = {}
         self._live = 0
+        self._producers: set[int] = set()  # storages that deliveries came in
         # calls of load_weights, outermost first met
         self.calls: list[dict[str, Any]] = []
         self.stack: list[int] = []
@@ -264,7 +272,10 @@ class Recorder:
         self._module_names: dict[int, str] = {}
         self._padding = padding_rows(model)
         self._undo: list[Any] = []
+        self.layerwise = layerwise
         self._attach()
+        if layerwise is not None:
+            layerwise.attach(self)
 
     # ------------------------------------------------------------------ names and slots
 
@@ -275,6 +286,15 @@ class Recorder:
         for p in self.model.parameters():  # buffers hold what the constructor computed: constants
             slot = self.by_storage[_storage_id(p)][0]
             self.memory.whole[slot.storage] = self.memory.unwritten(slot.name)
+
+    def module_name(self, m: torch.nn.Module) -> str:
+        """Return the dotted name of one of the model's modules; "" for the model itself or a stranger."""
+        return self._module_names.get(id(m), "")
+
+    @property
+    def alive_bytes(self) -> int:
+        """Bytes of delivered tensors that the consumer still holds."""
+        return self._live
 
     def rescan(self, first: bool = False) -> None:
         """Pick up parameters that changed without a registration: `.data =`, late tying, `_parameters[...] =`."""
@@ -304,6 +324,8 @@ class Recorder:
         slot = _Slot()
         slot.index, slot.name, slot.storage, slot.start, slot.end = len(self.slots), name, storage, start, end
         slot.itemsize, slot.numel, slot.device, slot.aliases = t.element_size(), t.numel(), t.device.type, []
+        # made or replaced by processing, not by a loader: what it holds beside the checkpoint is processing's own
+        slot.late = not first and (not self.stack or self.layerwise is not None and self.layerwise.processing)
         self.slots.append(slot)
         self.by_storage.setdefault(storage, []).append(slot)
         self.current[name] = slot
@@ -340,6 +362,7 @@ class Recorder:
         self.tick += 1
         self.names.append(name)
         self.nbytes.append(t.nbytes)
+        self.numel.append(t.numel())
         self.rounds.append(self.round)
         self.outer.append(self.stack[0] if self.stack else -1)
         self.inner.append(self.stack[-1] if self.stack else -1)
@@ -349,6 +372,7 @@ class Recorder:
         self._live += t.nbytes
         self.alive.append(self._live)
         self.memory.write(alias, node)
+        self._producers.add(_storage_id(alias))
         alias._lease = _Lease(index, node, self)
         return (name, alias, *item[2:])
 
@@ -411,9 +435,11 @@ class Recorder:
             gc.collect()
 
     def _watch_skips(self) -> None:
-        """Note the tensors that vLLM's own AutoWeightsLoader declares it will not load."""
-        from vllm.model_executor.models.utils import AutoWeightsLoader
-
+        """Note the tensors that vLLM's own AutoWeightsLoader declares it will not load, if the model can use it at all."""
+        utils = sys.modules.get("vllm.model_executor.models.utils")
+        if utils is None:
+            return
+        AutoWeightsLoader = utils.AutoWeightsLoader
         for method in ("_can_skip", "_can_ignore_unexpected"):
             original = getattr(AutoWeightsLoader, method, None)
             if original is None:
@@ -457,7 +483,11 @@ class Recorder:
                 kind = K_PLACEHOLDER
             for slot in slots:
                 if slot.start < end and slot.end > start:
+                    if kind != K_PLACEHOLDER and self.current.get(slot.name) is not slot:
+                        kind = K_ORPHAN  # the model has another tensor under this name by now
                     self._event(CONSTANT if node is None else node, slot, start, dst.numel(), kind, stale)
+                    if self.layerwise is not None and self.layerwise.by_name and kind != K_CONSTANT:
+                        self.layerwise.wrote(slot.name, dst.numel())
 
     def _empty(self, out: Any) -> None:
         """Fresh memory that nobody has written; poisoned, so that a forgotten element can't pass for a value."""
@@ -489,18 +519,22 @@ class Recorder:
                     in_final |= memory.leaves(node)
         written = set()
         rows = self.event_rows()
-        for source in np.unique(rows[(rows[:, 8] != K_PLACEHOLDER) & (rows[:, 4] > 0), 4]) if len(rows) else ():
+        for source in np.unique(rows[~np.isin(rows[:, 8], (K_PLACEHOLDER, K_ORPHAN)) & (rows[:, 4] > 0), 4]) if len(rows) else ():
             written |= memory.leaves(int(source))
-        fates = self._fates(in_final, written)
+        orphaned = set()
+        for source in np.unique(rows[(rows[:, 8] == K_ORPHAN) & (rows[:, 4] > 0), 4]) if len(rows) else ():
+            orphaned |= memory.leaves(int(source))
+        fates = self._fates(in_final, written, orphaned)
         doubles = self._doubles(rows)
         for p in parameters:
             p["twice"] = doubles.get(p.pop("slot"), 0)
         total = sum(self.nbytes)
         return dict(
             deliveries=dict(name=self.names, round=self.rounds, outer=self.outer, call=self.inner, nbytes=self.nbytes,
-                            born=self.born, died=self.died, died_in=self.died_in, alive=self.alive, fate=fates),
+                            elements=self.numel, born=self.born, died=self.died, died_in=self.died_in, alive=self.alive, fate=fates),
             skipped={str(i): why for i, why in self.skipped.items()},
             calls=self.calls, parameters=parameters, stale=self.stale_reads,
+            steps=self.layerwise.steps if self.layerwise is not None else [],
             slots=[s.name for s in self.slots], ticks=self.tick, events=len(rows),
             peak_bytes=max(self.alive, default=0), total_bytes=total, held_bytes=self._live,
             poison=self.byte if device != "meta" else None,
@@ -531,10 +565,10 @@ class Recorder:
             counts[what] += last - first
             spans.append([first, last, what, sources[:8]])
         return dict(name=slot.name, aliases=slot.aliases, shape=list(t.shape), dtype=str(t.dtype).removeprefix("torch."),
-                    elements=t.numel(), **counts, spans=spans, slot=slot.index, imprecise=slot.storage in memory.imprecise,
+                    elements=t.numel(), **counts, spans=spans, slot=slot.index, late=slot.late, imprecise=slot.storage in memory.imprecise,
                     poisoned=_still_poison(t, self.byte) if not t.is_meta else None)
 
-    def _fates(self, in_final: set[int], written: set[int]) -> list[str]:
+    def _fates(self, in_final: set[int], written: set[int], orphaned: set[int]) -> list[str]:
         memory = self.memory
         escaped: set[int] = set()
         for node in self.escaped:
@@ -543,17 +577,17 @@ class Recorder:
         held: set[int] = set()
         if missing:
             for storage, node in memory.whole.items():
-                if storage not in self.by_storage and not memory.expired(storage):
-                    leaves = memory.leaves(node)
-                    if not leaves <= set(missing) or len(leaves) < 2:
-                        continue  # a single delivery's own storage is the producer's; its lease decides
-                    held |= leaves
+                # in the producer's own storage a delivery's lease decides
+                if storage not in self.by_storage and storage not in self._producers and not memory.expired(storage):
+                    held |= memory.leaves(node)
         fate = []
         for i in range(len(self.names)):
             if i in in_final:
                 fate.append("written")
             elif i in written:
                 fate.append("overwritten")
+            elif i in orphaned:
+                fate.append("orphaned")
             elif i in self.skipped:
                 fate.append("skipped")
             elif i in escaped:
@@ -565,11 +599,12 @@ class Recorder:
         return fate
 
     def _doubles(self, rows: np.ndarray) -> dict[int, int]:
-        """Count, by slot, the elements that more than one whole-range copy from the checkpoint wrote."""
-        out = {}
-        copies = rows[rows[:, 8] == K_COPY] if len(rows) else rows
-        for index in np.unique(copies[:, 5]) if len(copies) else ():
-            mine = copies[copies[:, 5] == index]
+        """Count, by slot, the elements that more than one whole-range copy from the checkpoint wrote in one round."""
+        out: dict[int, int] = {}
+        copies = rows[(rows[:, 8] == K_COPY) & (rows[:, 4] > CONSTANT)]
+        rounds = np.array([*self.rounds, 0])[copies[:, 3]]  # a write before the first delivery is of round 0
+        for index, number in np.unique(np.stack([copies[:, 5], rounds]), axis=1).T:
+            mine = copies[(copies[:, 5] == index) & (rounds == number)]
             if len(mine) < 2:
                 continue
             at = np.concatenate([mine[:, 6], mine[:, 6] + mine[:, 7]])
@@ -578,7 +613,7 @@ class Recorder:
             depth, width = np.cumsum(step[order])[:-1], np.diff(at[order])
             twice = int(width[depth >= 2].sum())
             if twice:
-                out[int(index)] = twice
+                out[int(index)] = max(twice, out.get(int(index), 0))
         return out
 
     def event_rows(self) -> np.ndarray:
