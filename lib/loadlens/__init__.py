@@ -17,15 +17,16 @@ from .fixes import FIXES, survey
 from .laws import FAIL, LAWS, PASS, UNRESOLVED, Finding, Verdict
 from .matrix import matrix
 from .recipes import RECIPES
-from .run import Run, Workers, by_hand, generate, run
+from .run import Run, by_hand, generate, run
 from .trace import write_trace
 from .variant import Variant, installed_release, resolve
+from .workers import Workers, warm
 
 __all__ = [
     "Checkpoint", "TensorInfo", "open_checkpoint", "RECIPES",  # Checkpoint
     "Delivery",
     "Variant", "resolve", "installed_release", "FIXES", "survey",  # Variant
-    "Run", "Workers", "run", "by_hand", "generate", "matrix", "write_trace",  # Run
+    "Run", "Workers", "run", "by_hand", "generate", "matrix", "warm", "write_trace",  # Run
     "LAWS", "Verdict", "PASS", "FAIL", "UNRESOLVED",  # Law
     "Finding", "CannotRun", "figures",  # Finding
 ]

@@ -14,7 +14,8 @@ import statistics
 import sys
 import time
 
-from .run import Workers, run
+from .run import run
+from .workers import Workers
 
 __all__ = ["main"]
 

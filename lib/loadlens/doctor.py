@@ -48,7 +48,8 @@ def examine() -> Iterator[tuple[str, bool, str]]:
     yield "cache", True, f"{sum(1 for _ in cache_dir('releases').iterdir() if not _.name.startswith('.'))} other releases unpacked"
     if vllm is None or torch is None:
         return
-    from .run import Workers, run
+    from .run import run
+    from .workers import Workers
 
     try:
         start = time.perf_counter()

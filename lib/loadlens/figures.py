@@ -244,7 +244,7 @@ def counters(run: Run, layers: Iterable[str] | None = None, *, upto: int | None 
             ax.plot(i + 1, n, "X" if after else "o", ms=9 if after else 7, mec=COLOURS["lost" if after else "written"],
                     color=COLOURS["lost"] if after else COLOURS["written"] if counted else "white", zorder=3)
         ax.axhline(t.total, color=COLOURS["ink"], lw=1, ls="--")
-        ax.text(len(arrivals) + 1.45, t.total, f"total {t.total:,}", va="bottom", ha="right", size=8.5)
+        ax.text(0.45, t.total, f"total {t.total:,}", va="bottom", ha="left", size=8.5)
         fired = sum(0 < a[0] < (t.trigger or 0) for a in arrivals)
         if t.trigger is not None and (upto is None or upto >= fired):
             late = t.by == "finalize"
@@ -273,7 +273,7 @@ def triggers(run: Run, *, width: float = 9.2) -> Figure:
     """Draw a row a layer: a bar from its first to its last element, and where it was processed."""
     born = np.array(run.record["deliveries"]["born"])
     found = run.timing
-    figure, (ax,) = _figure(width, min(1.2 + 0.14 * len(found), 8))
+    figure, (ax,) = _figure(width, min(1.2 + 0.1 * len(found), 8))
     at = lambda tick: int(np.searchsorted(born, tick, "right"))  # noqa: E731
     end = len(born)
     marks = dict(early=("X", COLOURS["lost"]), late=("D", COLOURS["trigger"]), never=("_", COLOURS["lost"]))

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CannotRun
 from .laws import UNRESOLVED
-from .run import default_workers, run
+from .run import run
 from .variant import resolve
+from .workers import default_workers
 
 if TYPE_CHECKING:
     import pandas as pd

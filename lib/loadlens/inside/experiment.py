@@ -28,7 +28,7 @@ from ..exchange import SCHEMA, write_json
 from .build import CannotBuild, build_model
 from .deliver import Tensors, deliver_round
 from .layerwise import Layerwise
-from .record import EVENT_KINDS, Recorder, poison
+from .record import EVENT_KINDS, Recorder, poison_model
 
 __all__ = ["layout_digests", "run_experiment", "tensor_digests"]
 
@@ -81,11 +81,10 @@ def run_experiment(request: dict[str, Any]) -> None:
             record["model"] = dict(cls=type(model).__name__, module=type(model).__module__, elements=elements,
                                    parameters=sum(1 for _ in model.parameters()),
                                    bytes=sum(p.nbytes for p in model.parameters()))
-            for p in model.parameters():
-                poison(p, request["poison"])
+            poison_model(model, request["poison"])
             # vLLM's loaders run under the default dtype of the model; so does this
             torch.set_default_dtype(config.model_config.dtype)
-            if request.get("script"):
+            if "script" in request:
                 record["printed"] = _by_hand(model, config, request)
                 record["stage"] = "done"
                 write_json(out / "record.json", record)
@@ -106,7 +105,7 @@ def run_experiment(request: dict[str, Any]) -> None:
                 _reload_rounds(model, config, request, recorder, record)
             record["stage"] = "done"
     except BaseException as e:  # a crash of vLLM's code is a result; so is KeyboardInterrupt inside it
-        record["error"] = _error(e)
+        record["error"] = _error(e, request)
     if recorder is not None:
         with _timed(seconds, "report"):
             record.update(recorder.report(), event_kinds=EVENT_KINDS)
@@ -121,7 +120,10 @@ def _by_hand(model: Any, config: Any, request: dict) -> str:
     text = io.StringIO()
     names = dict(model=model, config=config, tensors=Tensors(request, request["device"]), torch=torch)
     with contextlib.redirect_stdout(text):
-        exec(compile(request["script"], "<by hand>", "exec"), names)
+        try:
+            exec(compile(request["script"], "<by hand>", "exec"), names)
+        except Exception as e:  # told as Python would, from the reader's own line on
+            print(_error(e.with_traceback(e.__traceback__.tb_next), request)["traceback"], end="")
     return text.getvalue()
 
 
@@ -184,8 +186,8 @@ def _environment(request: dict[str, Any]) -> dict[str, Any]:
                 load_only=False, notes=list(request.get("notes", ())))
 
 
-def _error(e: BaseException) -> dict[str, Any]:
-    """Describe an exception with file names relative to the packages they belong to."""
+def _error(e: BaseException, request: dict[str, Any]) -> dict[str, Any]:
+    """Describe an exception with file names relative to the packages they belong to, and the checkpoint as it was named."""
     roots = sorted({os.path.abspath(p) + os.sep for p in sys.path if p}, key=len, reverse=True)
 
     def relative(file: str) -> str:
@@ -195,10 +197,13 @@ def _error(e: BaseException) -> dict[str, Any]:
         return os.path.basename(file)
 
     where = [dict(file=relative(f.filename), line=f.lineno, function=f.name) for f in traceback.extract_tb(e.__traceback__)]
-    text = "".join(traceback.format_exception(e))
-    for root in roots:
-        text = text.replace(root, "")
-    return dict(type=type(e).__name__, message=re.sub(r"0x[0-9a-f]{6,}", "0x…", str(e)), where=where, traceback=text,
+    def private(text: str) -> str:
+        text = text.replace(request["checkpoint"], request["source"])
+        for root in roots:
+            text = text.replace(root, "")
+        return re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
+
+    return dict(type=type(e).__name__, message=private(str(e)), where=where, traceback=private("".join(traceback.format_exception(e))),
                 cannot_build=isinstance(e, CannotBuild))
 
 

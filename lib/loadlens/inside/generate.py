@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .deliver import deliver_round
-from .record import poison
+from .record import poison_model
 
 __all__ = ["generate"]
 
@@ -32,8 +32,7 @@ def _register(request: dict[str, Any]) -> None:
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             with torch.no_grad():
-                for p in model.parameters():
-                    poison(p, request["poison"])
+                poison_model(model, request["poison"])
             deliver_round(model, None, request)
 
 

@@ -33,7 +33,7 @@ from .memory import CONSTANT, Memory, byte_range
 if TYPE_CHECKING:
     from .layerwise import Layerwise
 
-__all__ = ["EVENT_COLUMNS", "EVENT_KINDS", "Recorder", "padding_rows", "poison"]
+__all__ = ["EVENT_COLUMNS", "EVENT_KINDS", "Recorder", "padding_rows", "poison", "poison_model"]
 
 # one row per write into a parameter or buffer; times in ns, everything else counts or indices
 EVENT_COLUMNS = ("tick", "ns", "call", "delivery", "source", "parameter", "offset", "elements", "kind", "stale")
@@ -52,6 +52,9 @@ OVERWRITES = ("copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bern
 PARTIAL = ("index_put", "index_copy", "index_fill", "index_add", "scatter", "masked", "put_")
 # keep each element's place
 ELEMENTWISE = ("clone", "_to_copy", "neg", "mul", "div")
+
+# attention's own scales: most checkpoints have none, and vLLM's defaults then stand
+OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 _storage_id = torch._C._storage_id
 
@@ -213,6 +216,13 @@ def poison(t: torch.Tensor, byte: int) -> None:
                        .view(t.dtype).view(t.shape))
 
 
+def poison_model(model: torch.nn.Module, byte: int) -> None:
+    """Poison every parameter that a checkpoint must write."""
+    for name, p in model.named_parameters():
+        if not name.endswith(OPTIONAL):
+            poison(p, byte)
+
+
 def _still_poison(t: torch.Tensor, byte: int) -> int:
     """Count the elements of `t` whose every byte is still the poison."""
     if t.is_meta or t.dtype is torch.bool or not t.numel():
@@ -283,7 +293,9 @@ class Recorder:
         for name, m in self.model.named_modules(remove_duplicate=False):
             self._module_names[id(m)] = name
         self.rescan(first=True)
-        for p in self.model.parameters():  # buffers hold what the constructor computed: constants
+        for name, p in self.model.named_parameters():  # buffers hold what the constructor computed: constants
+            if name.endswith(OPTIONAL):
+                continue
             slot = self.by_storage[_storage_id(p)][0]
             self.memory.whole[slot.storage] = self.memory.unwritten(slot.name)
 

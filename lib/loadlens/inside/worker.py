@@ -1,7 +1,9 @@
 """The vLLM process: import once, then fork a child for every experiment.
 
-    python -m loadlens.inside.worker            # reads one JSON request a line, answers one JSON line each
-    python -m loadlens.inside.worker --cold     # the same without forking: one request, then the end
+    python -m loadlens.inside.worker --seed FD  # imports what all vLLMs share; forks a worker for each message on FD
+    python -m loadlens.inside.worker --cold     # a worker without forking: one request, then the end
+
+A worker reads one JSON request a line and answers in JSON lines.
 
 Answers go to the first stdout; what vLLM prints goes to the run's `log.txt`. The worker ends when its stdin does,
 and takes its child with it. A child that crashes, or is killed, is an answer: {"ended": {"signal": 9}}.
@@ -9,12 +11,15 @@ and takes its child with it. A child that crashes, or is killed, is an answer: {
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import select
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +27,64 @@ from typing import Any
 __all__ = ["main"]
 
 
+# what every vLLM imports and none of them changes; more than half of the time that `import vllm` takes
+SHARED = ("torch", "torch._dynamo", "torch._inductor.lowering", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers",
+          "transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto", "transformers.masking_utils",
+          "openai.types.responses", "pydantic", "numpy", "PIL", "zmq", "msgspec", "fastapi", "cv2", "mistral_common", "xgrammar")
+
+
 def main() -> None:
-    """Serve requests until stdin closes."""
-    cold = "--cold" in sys.argv
+    """Serve as a seed, or as a worker until stdin closes."""
+    if "--seed" in sys.argv:
+        _seed(socket.socket(fileno=int(sys.argv[-1])))
+    else:
+        _serve(cold=True)
+
+
+def _seed(control: socket.socket) -> None:
+    """Import what all variants share; fork a worker for each message, until the other end closes."""
+    for name in SHARED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers are reaped at once
+    control.send(json.dumps({"threads": _threads()}).encode())
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1 << 16, 3)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                control.close()
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for i, fd in enumerate(fds):
+                    os.dup2(fd, i)
+                    os.close(fd)
+                sys.stdin = open(0, closefd=False)
+                what = json.loads(message)
+                os.environ.clear()
+                os.environ.update(what["environment"])
+                sys.path.insert(0, what["root"])
+                importlib.invalidate_caches()
+                _serve(cold=False)
+                code = 0
+            finally:
+                os._exit(code)
+        for fd in fds:
+            os.close(fd)
+        control.send(json.dumps({"pid": pid}).encode())
+
+
+def _threads() -> int:
+    import torch
+
+    torch.set_num_threads(1)  # a second OpenMP thread would not survive a fork
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+
+
+def _serve(cold: bool) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever vLLM prints must not be taken for an answer
 
@@ -35,11 +95,7 @@ def main() -> None:
     except Exception as e:  # this vLLM does not import here: the host says so
         _answer(answers, {"broken": f"{type(e).__name__}: {e}"})
         return
-    import torch
-
-    torch.set_num_threads(1)  # a second OpenMP thread would not survive a fork
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    _answer(answers, {"ready": True, "threads": threads})
+    _answer(answers, {"ready": True, "threads": _threads()})
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -109,3 +165,4 @@ def _end_group(pid: int) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # taking vLLM and torch down takes seconds, and there is nothing left to save
