@@ -66,8 +66,8 @@ def _variant(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> int:
     from .run import run
 
-    if args.rounds < 1 or args.timeout <= 0:
-        raise CannotRun("--rounds and --timeout take numbers above zero")
+    if args.rounds < 1 or not 0 < args.timeout < 1e7:
+        raise CannotRun("--rounds and --timeout take finite numbers above zero")
     result = run(args.checkpoint, delivery=args.delivery, variant=args.variant, model_class=args.model_class,
                  quantization=args.quantization, kernel=args.kernel, device=args.device, rounds=args.rounds, timeout=args.timeout)
     if args.json:
@@ -75,14 +75,8 @@ def _check(args: argparse.Namespace) -> int:
     else:
         print(result)
     if result.exit_code == 2:
-        print(f"loadlens: UNRESOLVED: {_why(result)}", file=sys.stderr)
+        print(f"loadlens: UNRESOLVED: {result.why}", file=sys.stderr)
     return result.exit_code
-
-
-def _why(result: Any) -> str:
-    if result.failure:
-        return result.failure
-    return next((v.sentence for law in ("L2", "L3", "L1") if (v := result.laws[law]).outcome == "UNRESOLVED"), "no law could be judged")
 
 
 def _fixes(args: argparse.Namespace) -> int:
@@ -92,7 +86,7 @@ def _fixes(args: argparse.Namespace) -> int:
     variant = resolve(args.variant)
     sites = survey(variant.root)
     for fix in FIXES.values():
-        print(f"{fix.name}  {fix.title}\n  {fix.url}")
+        print(f"{fix.name}  {fix.title}" + (f"\n  {fix.url}" if fix.url else ""))
         for site in sites:
             if site.fix == fix.name:
                 place = f"{site.file}:{site.line}" if site.line else site.file

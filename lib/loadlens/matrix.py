@@ -46,7 +46,6 @@ def matrix(checkpoint: str | Checkpoint, *, deliveries: Iterable[str] = ("sorted
                     rows.append(row | dict(outcome=UNRESOLVED, broken="", lost=None, uncovered=None, why=str(e)))
                     continue
                 broken = [law for law, v in r.laws.items() if v.outcome == "FAIL"]
-                why = r.laws[broken[0]].sentence if broken else r.failure or ""
                 rows.append(row | dict(outcome=r.outcome, broken=" ".join(broken), lost=len(r.lost),
-                                       uncovered=sum(u["elements"] for u in r.uncovered), why=why))
+                                       uncovered=sum(u["elements"] for u in r.uncovered), why=r.why))
     return pd.DataFrame(rows)

@@ -25,7 +25,7 @@ from loadlens.errors import CannotRun
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RECIPES", "Recipe", "TensorSpec", "build_recipe", "recipe_sha256", "table"]
+__all__ = ["RECIPES", "Recipe", "TensorSpec", "build_recipe", "opt_tensors", "recipe_sha256", "table", "write_recipe"]
 
 # Part of every recipe's definition: raise it when the way values are drawn changes.
 GENERATOR = 1
@@ -79,7 +79,7 @@ def build_recipe(name: str) -> Path:
         raise CannotRun(f"there is no recipe {name!r}; the recipes are {', '.join(sorted(RECIPES))}")
     try:
         folder = cache_dir("recipes") / f"{recipe.name}-{recipe.definition}"
-        return make_once(folder, lambda draft: _write(recipe, draft))
+        return make_once(folder, lambda draft: write_recipe(recipe, draft))
     except OSError as error:
         reason = error.strerror or error
         raise CannotRun(
@@ -112,7 +112,8 @@ def table() -> str:
 # --- making the files ---
 
 
-def _write(recipe: Recipe, folder: Path) -> None:
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write a recipe's config.json, model.safetensors and state_dict.json into a folder that exists."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -311,7 +312,8 @@ _OPT: dict[str, Any] = {
 }
 
 
-def _opt_tensors(c: dict[str, Any]) -> tuple[TensorSpec, ...]:
+def opt_tensors(c: dict[str, Any]) -> tuple[TensorSpec, ...]:
+    """Return the tensors of an OPT with this config, in state-dict order."""
     hidden, ffn = c["hidden_size"], c["ffn_dim"]
     specs: list[TensorSpec] = []
 
@@ -488,7 +490,7 @@ RECIPES: dict[str, Recipe] = {
             summary="OPT-125m in its true shapes, float16, biases not zero, tied embeddings (vllm#49805)",
             seed=49805,
             config=_OPT,
-            tensors=_opt_tensors(_OPT),
+            tensors=opt_tensors(_OPT),
         ),
         Recipe(
             name="gpt2",
@@ -502,7 +504,7 @@ RECIPES: dict[str, Recipe] = {
             summary="OPT of 2 layers and hidden size 128, float16: a control with biased q, k, v and MLP",
             seed=1,
             config=_OPT_TINY,
-            tensors=_opt_tensors(_OPT_TINY),
+            tensors=opt_tensors(_OPT_TINY),
         ),
         Recipe(
             name="qwen2-tiny",

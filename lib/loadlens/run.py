@@ -66,6 +66,14 @@ class Run:
         return UNRESOLVED if UNRESOLVED in (outcomes["L2"], outcomes["L3"]) else PASS
 
     @property
+    def why(self) -> str:
+        """The sentence of the law that decided the outcome; empty when all laws hold."""
+        if self.outcome == PASS:
+            return ""
+        deciding = self.laws if self.outcome == FAIL else ("L2", "L3")
+        return next(self.laws[law].sentence for law in deciding if self.laws[law].outcome == self.outcome)
+
+    @property
     def exit_code(self) -> int:
         """0 all laws hold as far as the run shows, 1 a law is broken, 2 it could not run."""
         return {PASS: 0, FAIL: 1, UNRESOLVED: 2}[self.outcome]

@@ -113,7 +113,9 @@ class Worker:
         return self
 
     def alive(self) -> bool:
-        """Say whether the process is still there."""
+        """Say whether the process is still there and can be spoken to."""
+        if self.answers.closed:
+            return False
         if self.process is not None:
             return self.process.poll() is None
         with contextlib.suppress(ProcessLookupError):  # the seed reaps it at once
