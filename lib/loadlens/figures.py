@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .patterns import layer_of
+from .timing import Arrival
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -234,18 +235,19 @@ def counters(run: Run, layers: Iterable[str] | None = None, *, upto: int | None 
     found = _layers(run, layers)
     figure, axes = _figure(width, 2.1 * len(found), rows=len(found))
     for ax, t in zip(axes, found):
-        arrivals = t.arrivals + ([(0, m, t.load_numel, False) for m in t.missed if m not in [a[1] for a in t.arrivals]])
+        # a tensor that raised never arrived: it stands at the end
+        arrivals = t.arrivals + [Arrival(0, m, t.load_numel, False, 0) for m in t.missed if m not in [a.tensor for a in t.arrivals]]
         shown = arrivals[:upto]
         x = np.arange(1, len(shown) + 1)
-        y = [a[2] for a in shown]
+        y = [a.load_numel for a in shown]
         ax.step([0, *x], [0, *y], where="post", color=COLOURS["written"], lw=1.8)
-        for i, (tick, _, n, counted) in enumerate(shown):
+        for i, (tick, _, n, counted, _) in enumerate(shown):
             after = t.trigger is not None and (tick == 0 or tick > t.trigger)
             ax.plot(i + 1, n, "X" if after else "o", ms=9 if after else 7, mec=COLOURS["lost" if after else "written"],
                     color=COLOURS["lost"] if after else COLOURS["written"] if counted else "white", zorder=3)
         ax.axhline(t.total, color=COLOURS["ink"], lw=1, ls="--")
         ax.text(0.45, t.total, f"total {t.total:,}", va="bottom", ha="left", size=8.5)
-        fired = sum(0 < a[0] < (t.trigger or 0) for a in arrivals)
+        fired = sum(0 < a.tick < (t.trigger or 0) for a in arrivals)
         if t.trigger is not None and (upto is None or upto >= fired):
             late = t.by == "finalize"
             at = len(arrivals) + 1 if late else fired
@@ -255,7 +257,7 @@ def counters(run: Run, layers: Iterable[str] | None = None, *, upto: int | None 
             ax.text(at - 0.08, t.total * 0.06, word, rotation=90, ha="right", va="bottom", size=8.5, color=COLOURS["ink"])
         ax.set_title(f"{t.cls}  {t.layer}", fontsize=9.5, loc="left", weight="bold")
         ax.set(ylim=(0, t.total * 1.22), xlim=(0.4, len(arrivals) + 1.5), ylabel="load_numel")
-        ax.set_xticks(range(1, len(arrivals) + 1), [".".join(a[1].split(".")[-2:]) for a in arrivals], size=8)
+        ax.set_xticks(range(1, len(arrivals) + 1), [".".join(a.tensor.split(".")[-2:]) for a in arrivals], size=8)
         ax.yaxis.set_major_formatter(lambda v, _: f"{v / 1e6:.1f} M" if t.total > 5e5 else f"{v:,.0f}")
     return figure
 

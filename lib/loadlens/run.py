@@ -174,13 +174,13 @@ class Run:
 
     def held_peak(self) -> dict[str, int]:
         """Return {peak, of}: the most that was held, and what all tensors weigh that wait for a layer, in bytes."""
-        waiting = {tensor for t in self.timing for _, tensor, _, _ in t.arrivals}
+        waiting = {a.tensor for t in self.timing for a in t.arrivals}
         d = self.record["deliveries"]
         return dict(peak=max(self.held, default=0), of=sum(n for name, n in zip(d["name"], d["nbytes"]) if not waiting or name in waiting))
 
     def _triggers(self) -> list[dict[str, Any]]:
         return [dict(layer=t.layer, cls=t.cls, round=t.round, state=t.state, at=t.at, by=t.by, load_numel=t.load_numel, total=t.total,
-                     missed=t.missed, missing=t.missing) for t in self.timing]
+                     missed=t.missed, missing=t.missing, counts=[(a.tensor, a.load_numel, a.counted) for a in t.arrivals]) for t in self.timing]
 
     def __repr__(self) -> str:
         return show.text(self)
@@ -217,11 +217,15 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
     worker = pool.get(which) if warm else None
     reference = None
     if compare:
-        key = (ck.identity(), str(ck.path), model_class, quantization, kernel, device)
+        written = tuple((ck.path / file).stat().st_mtime_ns for file in ck.files)  # the identity knows no values
+        key = (ck.identity(), written, str(ck.path), model_class, quantization, kernel, device)
         known = worker.references if worker else {}
-        if key not in known:
-            known[key] = _experiment(pool, worker, ck, Delivery("sorted"), which, request | dict(rounds=1, poison=OTHER_POISON), timeout)
-        reference = known[key]
+        reference = known.get(key)
+        if reference is None:
+            reference = _experiment(pool, worker, ck, Delivery("sorted"), which, request | dict(rounds=1, poison=OTHER_POISON), timeout)
+            if reference.record is not None:  # one that was stopped or killed may do better next time
+                known[key] = reference
+            worker = pool.get(which) if warm else None  # the sorted load may have ended it
     return _experiment(pool, worker, ck, how, which, request | dict(poison=POISON), timeout, reference)
 
 

@@ -11,9 +11,21 @@ checkpoint simply has fewer elements than its parameters (padding) can only wait
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["LayerTiming", "held", "owners", "timing"]
+__all__ = ["Arrival", "LayerTiming", "held", "owners", "timing"]
+
+
+class Arrival(NamedTuple):
+    """A tensor that was loaded into a layer, or that a layer dropped."""
+
+    tick: int
+    tensor: str
+    # the layer's counter after it
+    load_numel: int
+    # did the counter move?
+    counted: bool
+    elements: int
 
 
 @dataclass
@@ -38,8 +50,8 @@ class LayerTiming:
     # tensors whose elements were not in when the layer was processed, or never counted; and how many elements
     missed: list[str] = field(default_factory=list)
     missing: int = 0
-    # every arrival: (tick, tensor, load_numel after it, counted or not)
-    arrivals: list[tuple[int, str, int, bool]] = field(default_factory=list)
+    # every arrival, in order
+    arrivals: list[Arrival] = field(default_factory=list)
 
 
 def owners(record: dict[str, Any] | None) -> dict[str, str]:
@@ -58,7 +70,7 @@ def held(record: dict[str, Any], layers: list[LayerTiming]) -> list[int]:
     Only tensors that go to layers which process while loading count; every tensor when there is no such layer.
     """
     d = record["deliveries"]
-    waiting = {tensor for t in layers for _, tensor, _, _ in t.arrivals}
+    waiting = {a.tensor for t in layers for a in t.arrivals}
     mine = [i for i, name in enumerate(d["name"]) if not waiting or name in waiting]
     changes = [(d["born"][i], 1, d["nbytes"][i]) for i in mine] + [(d["died"][i], 1, -d["nbytes"][i]) for i in mine if d["died"][i] >= 0]
     changes += [(tick, 0, 0) for tick in d["born"]]  # sampled before its own bytes are added, after what died by then
@@ -101,7 +113,7 @@ def timing(record: dict[str, Any], reference: dict[str, Any] | None = None) -> l
 
 def _arrived(t: LayerTiming, s: dict[str, Any], tensor: str) -> None:
     counted = s["what"] == "counted" and s.get("elements", 0) > 0
-    t.arrivals.append((s["tick"], tensor, s["load_numel"] or 0, counted))
+    t.arrivals.append(Arrival(s["tick"], tensor, s["load_numel"] or 0, counted, s.get("elements") or 0))
     t.first = s["tick"] if t.first is None else t.first
     t.last = s["tick"]
     t.total = s["total"] or t.total
@@ -118,7 +130,8 @@ def _judge(t: LayerTiming, finished: bool) -> None:
         t.state = "never" if finished else "on time"  # a load that raised says nothing of layers still counting
     elif t.last is not None and t.last > t.trigger:
         t.state = "early"
-        t.missed = [tensor for tick, tensor, _, _ in t.arrivals if tick > t.trigger]
+        after = [a for a in t.arrivals if a.tick > t.trigger]
+        t.missed, t.missing = [a.tensor for a in after], sum(a.elements for a in after)
     elif t.by == "finalize" and t.missed:
         t.state = "late"
     else:

@@ -50,7 +50,7 @@ def trace_events(run: Run) -> list[dict[str, Any]]:
         if t.first is not None:
             events.append(dict(ph="X", name=f"{t.cls}: waits for {t.total:,} elements", cat="layer", ts=t.first,
                                dur=max((t.trigger or end) - t.first, 1), pid=LAYERS, tid=tid, args=dict(state=t.state)))
-        for tick, tensor, load_numel, counted in t.arrivals:
+        for tick, tensor, load_numel, counted, _ in t.arrivals:
             events.append(dict(ph="C", name=f"{t.layer} load_numel", ts=tick, pid=LAYERS, tid=tid, args=dict(load_numel=load_numel)))
             events.append(dict(ph="i", s="t", name=tensor if counted else f"{tensor} (not counted)", ts=tick, pid=LAYERS, tid=tid))
         if t.trigger is not None:
