@@ -138,10 +138,13 @@ class Worker:
         except (_Ended, BrokenPipeError, KeyboardInterrupt) as e:
             late = isinstance(e, _Ended) and e.timed_out
             if late and child and self.alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
-                with contextlib.suppress(_Ended):
+                for end_it in (os.killpg, os.kill):  # right after its start it does not lead a group yet
+                    with contextlib.suppress(ProcessLookupError):
+                        end_it(child, signal.SIGKILL)
+                try:
                     self._answer(10, "")  # the worker reaps it and is ready again
+                except _Ended:
+                    self.close()
             else:
                 self.close()
             if isinstance(e, KeyboardInterrupt):

@@ -146,6 +146,7 @@ def _in_child(request: dict[str, Any], answers: Any) -> dict[str, Any]:
                 break
             # stdin speaks only when the host is gone: it never sends a request before the last one's answer
             _end_group(pid)
+            os.kill(pid, signal.SIGKILL)  # right after its start it does not lead a group yet
             os.waitpid(pid, 0)
             os._exit(0)
     finally:
