@@ -6,21 +6,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CannotRun
-from .laws import UNRESOLVED
+from .laws import FAIL, UNRESOLVED
 from .run import run
-from .variant import resolve
-from .workers import default_workers
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["matrix"]
+
+LANES = 2
 
 
 def matrix(checkpoint: str | Checkpoint, *, deliveries: Iterable[str] = ("sorted",), variants: Iterable[str] = ("installed",),
@@ -32,20 +32,22 @@ def matrix(checkpoint: str | Checkpoint, *, deliveries: Iterable[str] = ("sorted
     import pandas as pd
 
     ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    rows, variants, pool = [], list(variants), options.get("workers") or default_workers()
-    for i, variant in enumerate(variants):
-        for near in variants[i : i + 2]:  # the next one imports vLLM while this one runs
-            with contextlib.suppress(CannotRun):
-                pool.start(resolve(near))
-        for model_class in model_classes:
-            for delivery in deliveries:
-                row: dict[str, Any] = dict(delivery=delivery, variant=variant, model_class=model_class or "generic")
-                try:
-                    r = run(ck, delivery=delivery, variant=variant, model_class=model_class, **options)
-                except CannotRun as e:
-                    rows.append(row | dict(outcome=UNRESOLVED, broken="", lost=None, uncovered=None, why=str(e)))
-                    continue
-                broken = [law for law, v in r.laws.items() if v.outcome == "FAIL"]
-                rows.append(row | dict(outcome=r.outcome, broken=" ".join(broken), lost=len(r.lost),
-                                       uncovered=sum(u["elements"] for u in r.uncovered), why=r.why))
-    return pd.DataFrame(rows)
+
+    def of(variant: str) -> list[dict[str, Any]]:
+        return [_row(ck, delivery, variant, model_class, options) for model_class in model_classes for delivery in deliveries]
+
+    deliveries, model_classes = list(deliveries), list(model_classes)
+    # a variant has its own process, and needs it alone: two of them keep two cores busy
+    with ThreadPoolExecutor(LANES) as lanes:
+        return pd.DataFrame([row for rows in lanes.map(of, dict.fromkeys(variants)) for row in rows])
+
+
+def _row(ck: Checkpoint, delivery: str, variant: str, model_class: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = dict(delivery=delivery, variant=variant, model_class=model_class or "generic")
+    try:
+        r = run(ck, delivery=delivery, variant=variant, model_class=model_class, **options)
+    except CannotRun as e:
+        return row | dict(outcome=UNRESOLVED, broken="", lost=None, uncovered=None, why=str(e))
+    broken = [law for law, v in r.laws.items() if v.outcome == FAIL]
+    return row | dict(outcome=r.outcome, broken=" ".join(broken), lost=len(r.lost),
+                      uncovered=sum(u["elements"] for u in r.uncovered), why=r.why)

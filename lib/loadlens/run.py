@@ -208,7 +208,7 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
     if device not in ("cpu", "meta", "cuda"):
         raise CannotRun(f"there is no device {device!r}; choose cpu, meta or cuda")
     if how.order == "runai" and device == "meta":
-        raise CannotRun("the delivery runai reads real bytes, and meta has none; use file, which is the order it streams in")
+        raise CannotRun("the delivery runai reads real bytes, and meta has none; use file, which is close to the order it streams in")
     if how.order == "runai" and importlib.util.find_spec("runai_model_streamer") is None:
         raise CannotRun("the delivery runai needs the package runai-model-streamer; `make env` installs it")
     pool = workers or default_workers()
@@ -259,7 +259,7 @@ def generate(checkpoint: str | Path | Checkpoint, prompts: list[list[int]], *, d
     ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     how, which = Delivery.parse(delivery), variant if isinstance(variant, Variant) else resolve(variant)
     if how.order == "runai":
-        raise CannotRun("the delivery runai can be checked, and not generated from yet; use file, the order it streams in")
+        raise CannotRun("the delivery runai can be checked, and not generated from yet; use file, which is close to the order it streams in")
     pool = workers or default_workers()
     request = _request(ck, which, model_class=None, quantization=quantization, kernel=kernel)
     request |= dict(poison=POISON, prompts=prompts, max_tokens=max_tokens, max_model_len=max(map(len, prompts)) + max_tokens + 1)

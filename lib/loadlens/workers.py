@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,14 @@ class Worker:
         os.close(out_write)
         self.requests, self.answers = os.fdopen(in_write, "w", buffering=1), os.fdopen(out_read, "r")
         self.threads = 0  # not known before it is ready
+        self._starting = threading.Lock()
 
     def ready(self) -> Worker:
         """Wait until vLLM is imported; CannotRun when it can't be."""
-        if self.threads:
-            return self
+        with self._starting:
+            return self if self.threads else self._wait()
+
+    def _wait(self) -> Worker:
         try:
             hello = self._answer(START_TIMEOUT, f"starting vLLM {self.variant}")
         except _Ended as e:
@@ -199,9 +203,10 @@ class _Ended(Exception):
 class Workers:
     """The warm processes, one per variant; `with Workers() as w: run(..., workers=w)` ends them, and so does exit."""
 
-    def __init__(self, most: int = 6) -> None:
+    def __init__(self, most: int = 8) -> None:
         self.most, self.scratch, self.by_variant = most, None, {}
         self._seed: _Seed | None = None
+        self._lock = threading.Lock()
 
     def get(self, variant: Variant) -> Worker:
         """Return the warm worker of a variant, starting it when needed; the least recently used one makes room."""
@@ -210,13 +215,14 @@ class Workers:
     def start(self, variant: Variant) -> Worker:
         """Start a variant's worker without waiting for it: two can import at once on two cores."""
         key = str(variant.root)
-        worker = self.by_variant.pop(key, None)
-        if worker is None or not worker.alive():
-            while len(self.by_variant) >= self.most:
-                self.by_variant.pop(next(iter(self.by_variant))).close()
-            worker = Worker(variant, self.folder(), self.seed())
-        self.by_variant[key] = worker
-        return worker
+        with self._lock:
+            worker = self.by_variant.pop(key, None)
+            if worker is None or not worker.alive():
+                while len(self.by_variant) >= self.most:
+                    self.by_variant.pop(next(iter(self.by_variant))).close()
+                worker = Worker(variant, self.folder(), self.seed())
+            self.by_variant[key] = worker
+            return worker
 
     def cold(self, variant: Variant) -> Worker:
         """Start a process for one experiment, without the seed and without forking."""
@@ -261,9 +267,13 @@ def default_workers() -> Workers:
 
 
 def warm(*variants: str) -> None:
-    """Start the workers of these variants in the background, so that the first run of each need not wait."""
-    for variant in variants:
-        default_workers().start(resolve(variant))
+    """Start the workers of these variants in the background, one after the other, so that their first runs need not wait."""
+    def start() -> None:
+        for variant in variants:
+            with contextlib.suppress(CannotRun):  # the run that needs it says why
+                default_workers().get(resolve(variant))
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 def _environment(variant: Variant | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,8 +124,9 @@ class _Placeholder:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @property
-    def default(self) -> _Placeholder:
+    def __getattr__(self, overload: str) -> _Placeholder:
+        if overload.startswith("__"):
+            raise AttributeError(overload)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,8 +141,10 @@ def _load_only_mla() -> None:
         torch.nn.Module.__init__(self)
         if type(self) is MLAAttention:
             return
-        # vLLM's DSA classes derive from MLAAttention and own their projections: those are kept
-        self.layer_name, self.use_pcp, self.kv_cache_dtype, self.impl = kwargs.get("prefix", ""), False, "auto", None
+        # vLLM's DSA classes derive from MLAAttention and own their projections: those are kept. 0.25.1's insists on
+        # an FP8 cache and a backend that takes FP8 queries, as its GPUs have; neither has a say in loading.
+        self.layer_name, self.use_pcp, self.kv_cache_dtype = kwargs.get("prefix", ""), False, "fp8"
+        self.impl = SimpleNamespace(supports_quant_query_input=True)
         for name, value in kwargs.items():
             if name not in ("prefix", "attn_backend"):
                 setattr(self, name, value)

@@ -38,6 +38,7 @@ def main() -> None:
     if "--seed" in sys.argv:
         _seed(socket.socket(fileno=int(sys.argv[-1])))
     else:
+        _die_with_parent()
         _serve(cold=True)
 
 
@@ -77,6 +78,11 @@ def _seed(control: socket.socket) -> None:
         control.send(json.dumps({"pid": pid}).encode())
 
 
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _threads() -> int:
     import torch
 
@@ -106,7 +112,16 @@ def _serve(cold: bool) -> None:
             _experiment(request)
             _answer(answers, {"ended": {"code": 0}})
             return
-        _answer(answers, {"ended": _in_child(request, answers)})
+        ended, missed = _in_child(request, answers)
+        _answer(answers, {"ended": ended})
+        _learn(missed)
+
+
+def _learn(modules: list[str]) -> None:
+    """Import what a child had to import by itself, so that the next one finds it there."""
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def _answer(answers: Any, value: dict[str, Any]) -> None:
@@ -123,16 +138,21 @@ def _experiment(request: dict[str, Any]) -> None:
     run_experiment(request)
 
 
-def _in_child(request: dict[str, Any], answers: Any) -> dict[str, Any]:
-    """Fork, run, and wait; kill the child when stdin closes, for then nobody waits for it any more."""
+def _in_child(request: dict[str, Any], answers: Any) -> tuple[dict[str, Any], list[str]]:
+    """Fork, run, and wait; return how it ended, and which of vLLM's modules it had to import.
+
+    The child is killed when stdin closes, for then nobody waits for it any more.
+    """
+    imported, here = Path(request["out"]) / "imported.json", set(sys.modules)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             os.setsid()  # so that whatever it starts can be ended with it
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            _die_with_parent()
             _experiment(request)
+            if request["compiled"]:  # else an import may have needed stand-ins that this process does not have
+                imported.write_text(json.dumps([m for m in sys.modules if m.startswith("vllm.") and m not in here]))
             code = 0
         finally:
             os._exit(code)
@@ -153,8 +173,8 @@ def _in_child(request: dict[str, Any], answers: Any) -> dict[str, Any]:
         os.close(watch)
     _end_group(pid)  # what the child started and left behind
     if os.WIFSIGNALED(status):
-        return {"signal": os.WTERMSIG(status)}
-    return {"code": os.WEXITSTATUS(status)}
+        return {"signal": os.WTERMSIG(status)}, []
+    return {"code": os.WEXITSTATUS(status)}, json.loads(imported.read_text()) if imported.exists() else []
 
 
 def _end_group(pid: int) -> None:
