@@ -26,8 +26,8 @@ from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from loadlens.errors import CannotRun
-from loadlens.recipes import build_recipe
+from .errors import CannotRun
+from .recipes import build_recipe
 
 if TYPE_CHECKING:
     import pandas as pd

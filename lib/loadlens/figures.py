@@ -258,7 +258,7 @@ def counters(run: Run, layers: Iterable[str] | None = None, *, upto: int | None 
         ax.set_title(f"{t.cls}  {t.layer}", fontsize=9.5, loc="left", weight="bold")
         ax.set(ylim=(0, t.total * 1.22), xlim=(0.4, len(arrivals) + 1.5), ylabel="load_numel")
         ax.set_xticks(range(1, len(arrivals) + 1), [".".join(a.tensor.split(".")[-2:]) for a in arrivals], size=8)
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v / 1e6:.1f} M" if t.total > 5e5 else f"{v:,.0f}")
+        ax.yaxis.set_major_formatter(lambda v, _, large=t.total > 5e5: f"{v / 1e6:.1f} M" if large else f"{v:,.0f}")
     return figure
 
 

@@ -23,7 +23,7 @@ from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
 if TYPE_CHECKING:
-    from loadlens.workbook import Result
+    from .workbook import Result
 
 __all__ = ["write_index", "write_page"]
 

@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loadlens.cache import cache_dir, make_once
-from loadlens.errors import CannotRun
+from .cache import cache_dir, make_once
+from .errors import CannotRun
 
 if TYPE_CHECKING:
     import torch

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from loadlens import fixes
-from loadlens.cache import cache_dir, make_once
-from loadlens.errors import CannotRun
+from . import fixes
+from .cache import cache_dir, make_once
+from .errors import CannotRun
 
 __all__ = ["Variant", "installed_release", "resolve"]
 

@@ -39,9 +39,9 @@ from nbformat import NotebookNode
 from rich.console import Console
 from rich.table import Table
 
-from loadlens.errors import CannotRun
-from loadlens.pages import write_index, write_page
-from loadlens.stable import places_of, stabilise
+from .errors import CannotRun
+from .pages import write_index, write_page
+from .stable import places_of, stabilise
 
 __all__ = ["Result", "execute", "main", "read_notebook", "stabilise", "write_notebook"]
 

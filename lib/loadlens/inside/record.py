@@ -525,7 +525,7 @@ class Recorder:
                 continue
             named.add(slot.index)
             parameters.append(self._parameter(slot, t))
-        for name, slot in self.current.items():
+        for slot in self.current.values():
             for a, b, node in memory.pieces.get(slot.storage, ()) or self._whole(slot):
                 if a < slot.end and b > slot.start:
                     in_final |= memory.leaves(node)
