@@ -181,7 +181,7 @@ def test_controls_have_the_biases_that_they_are_controls_for(name, biased):
 
 def test_a_recipe_is_made_once(monkeypatch):
     folder = build_recipe("glm-dsa-fp8")
-    monkeypatch.setattr(recipes, "_write", lambda *_: pytest.fail("made twice"))
+    monkeypatch.setattr(recipes, "write_recipe", lambda *_: pytest.fail("made twice"))
     assert build_recipe("glm-dsa-fp8") == folder
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "state_dict.json"]
 
