@@ -273,7 +273,7 @@ def test_l5_changed_by_the_second_round(record):
     assert says("L5", record) == "FAIL: 2 of 2 parameters changed when the same weights came again: v, w"
     assert {f.parameter: f.why for f in findings("L5", record)} == dict(
         v="other values than after the first round",
-        w="the values as loaded: processing did not reach them in this round")
+        w="the values as loaded, not as the first round's processing left them")
 
 
 # --- loads that did not finish

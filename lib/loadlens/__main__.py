@@ -4,7 +4,7 @@
     FAIL  recipe:glm-dsa-fp8 · file · vLLM 0.32.0 · nvidia · cpu
     …
 
-Exit status: 0 all laws hold, 1 a law is broken, 2 it could not run (one sentence on stderr says why).
+Exit status: 0 no law is broken, 1 a law is broken, 2 it could not run (one sentence on stderr says why).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     check = commands.add_parser("check", help="deliver a checkpoint and judge the five laws",
-                                epilog="exit status: 0 all laws hold, 1 a law is broken, 2 it could not run")
+                                epilog="exit status: 0 no law is broken, 1 a law is broken, 2 it could not run")
     check.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder with config.json and safetensors, or recipe:NAME")
     check.add_argument("--delivery", default="sorted", metavar="D", help=f"{deliveries.GRAMMAR} (default: sorted)")
     _variant(check)

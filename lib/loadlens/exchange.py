@@ -12,7 +12,7 @@ record.json
     environment   {vllm, torch, python, device, load_only, notes: [...]}
     model         {cls, module, parameters, elements, bytes}
     deliveries    columns: name, round, outer, call, nbytes, elements, born, died, died_in, alive, fate
-                  fate: written, overwritten, skipped, scalar, held, orphaned, lost; ticks are counts, -1 means never
+                  fate: written, overwritten, skipped, scalar, held, stale, orphaned, lost; ticks are counts, -1 means never
     calls         [{id, parent, round, module, cls, entered, left, tensors, first, last}], a tree of load_weights calls
     parameters    [{name, aliases, shape, dtype, elements, written, constant, padding, unwritten, twice, imprecise,
                   poisoned, late, spans: [[first, last, what, [deliveries]]]}]

@@ -156,6 +156,8 @@ def _l3(record: dict[str, Any]) -> Verdict:
     if findings:
         return Verdict("L3", FAIL, f"{len(findings):,} of {len(d['name']):,} delivered tensors were lost: {_some(f.tensor for f in findings)}", tuple(findings))
     extra = f", {skipped:,} of them skipped by vLLM's own declaration" if skipped else ""
+    late = sum(f == "stale" for f in d["fate"])
+    extra += f", {late:,} of them only after the producer had overwritten them" if late else ""
     return Verdict("L3", PASS, f"all {len(d['name']):,} delivered tensors reached a parameter{extra}")
 
 
@@ -228,7 +230,7 @@ def _l5(record: dict[str, Any]) -> Verdict:
     wrong = sorted(n for n in first if last.get(n) != first[n]) + sorted(n for n in last if n not in first)
     if wrong:
         loaded = record["digests"]["loaded"]
-        raw = "the values as loaded: processing did not reach them in this round"
+        raw = "the values as loaded, not as the first round's processing left them"
         found = tuple(Finding("L5", None, n, 0, 0, rounds[-1], raw if last.get(n) == loaded.get(n) else "other values than after the first round")
                       for n in wrong)
         return Verdict("L5", FAIL, f"{len(wrong):,} of {len(first):,} parameters changed when the same weights came again: {_some(wrong)}", found)

@@ -203,10 +203,16 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
     ck = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     how = Delivery.parse(delivery)
     which = variant if isinstance(variant, Variant) else resolve(variant)
+    if kernel is not None and quantization is None:
+        raise CannotRun("a kernel is chosen for online quantization; add quantization, as in --quantization fp8 --kernel marlin")
+    if kernel is None and device == "cpu" and quantization in ("fp8", "fp8_per_tensor"):
+        raise CannotRun(f"vLLM has no per-tensor FP8 on a CPU; add --kernel marlin (with stand-ins) to --quantization {quantization}, or use fp8_per_channel")
     if kernel not in (None, "marlin"):
         raise CannotRun(f"there is no kernel {kernel!r}; choose marlin, or leave it to vLLM")
     if device not in ("cpu", "meta", "cuda"):
         raise CannotRun(f"there is no device {device!r}; choose cpu, meta or cuda")
+    if device == "cuda" and not _has_cuda():
+        raise CannotRun("there is no CUDA device here; use --device cpu, or meta")
     if how.order == "runai" and device == "meta":
         raise CannotRun("the delivery runai reads real bytes, and meta has none; use file, which is close to the order it streams in")
     if how.order == "runai" and importlib.util.find_spec("runai_model_streamer") is None:
@@ -227,6 +233,12 @@ def run(checkpoint: str | Path | Checkpoint, *, delivery: str | Delivery = "sort
                 known[key] = reference
             worker = pool.get(which) if warm else None  # the sorted load may have ended it
     return _experiment(pool, worker, ck, how, which, request | dict(poison=POISON), timeout, reference)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def by_hand(checkpoint: str | Path | Checkpoint, lines: str, *, variant: str | Variant | None = None, model_class: str | None = None,

@@ -585,6 +585,7 @@ class Recorder:
         escaped: set[int] = set()
         for node in self.escaped:
             escaped |= memory.leaves(node)
+        late = {s["delivery"] for s in self.stale_reads}  # used, but after the producer had overwritten it
         missing = [i for i in range(len(self.names)) if i not in in_final and i not in written]
         held: set[int] = set()
         if missing:
@@ -600,6 +601,8 @@ class Recorder:
                 fate.append("overwritten")
             elif i in orphaned:
                 fate.append("orphaned")
+            elif i in late:
+                fate.append("stale")
             elif i in self.skipped:
                 fate.append("skipped")
             elif i in escaped:
