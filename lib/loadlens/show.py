@@ -1,8 +1,8 @@
 """How a Run reads, as text and as HTML.
 
-    FAIL  recipe:glm-dsa-fp8 · file order · vLLM 0.32.0 · nvidia class · cpu
-          one call, in file order: 85 tensors, 1 outer and 3 inner calls of load_weights
-      L1  FAIL        3 of 61 parameters differ from one sorted load: …
+    FAIL  recipe:glm-dsa-fp8 · file · vLLM 0.32.0 · nvidia · cpu
+          one call, in file order: 85 tensors in 1 outer call of load_weights, which made 2 inner calls
+      L1  FAIL        3 of 53 parameters differ from one sorted load: …
       …
     lost tensors (6 of 85)
       model.layers.{0..2}.self_attn.indexer.wk.weight             x3

@@ -1,6 +1,6 @@
 """Notebook outputs that do not change when nothing changed.
 
-    stable_text("<Worker pid=4711 at 0x7f3a5c0d1e20> in /home/ada/loadlens/lib/loadlens/run.py", places)
+    stable_text("<Worker pid=4711 at 0x7f3a5c0d1e20> in REPOSITORY/lib/loadlens/run.py", places)
     ->  "<Worker pid=N at 0x…> in lib/loadlens/run.py"
 
 `stabilise(nb)` does this to every text in a notebook and removes what belongs to one execution: timings, kernel

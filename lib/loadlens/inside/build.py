@@ -55,7 +55,7 @@ def import_architecture(architecture: str) -> None:
     """Import the model class that vLLM's registry names, and register it as imported.
 
     vLLM inspects a class that is not imported yet in a new Python process (about 10 s), to keep CUDA out of this
-    one. `ModelRegistry.register_model` is vLLM's own way to hand it a class that is there already.
+    one. This puts in the registry what `ModelRegistry.register_model` puts there for a class that is imported already.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
